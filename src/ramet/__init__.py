@@ -1,0 +1,129 @@
+"""Reinforcement learning of language models over a forest of shared prefixes.
+
+The names below stand in the order of the flow; each is loaded when it is first used, so that `import ramet` is quick.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from ramet.config import (
+        AdvantageConfig,
+        CheckpointConfig,
+        EvaluationConfig,
+        KLConfig,
+        LossConfig,
+        ModelConfig,
+        OptimizerConfig,
+        RolloutConfig,
+        TrainConfig,
+    )
+    from ramet.envs.check import check_env_specs
+    from ramet.envs.env import EnvBase, TransformedEnv
+    from ramet.envs.llm import LLMEnv
+    from ramet.errors import RametError
+    from ramet.forest import Forest, Scores, score
+    from ramet.policies.policy import Actor, Policy
+    from ramet.policies.scripted import ScriptedPolicy
+    from ramet.policies.transformers import TransformersPolicy
+    from ramet.prompts import Prompts
+    from ramet.ragged import pad, rows
+    from ramet.rollouts import collect
+    from ramet.specs import Bounded, Categorical, Composite, NonTensor, Unbounded
+    from ramet.tasks import Judge, Task
+    from ramet.trainer import Result, Trainer
+    from ramet.transforms import Compose, StepCounter, Transform
+    from ramet.types import Draw, Kind, Outcome, Sample, Sampling, StopReason
+
+_PLACES = {
+    "ramet.types": ("Sample", "Outcome", "StopReason", "Kind", "Sampling", "Draw"),
+    "ramet.errors": ("RametError",),
+    "ramet.prompts": ("Prompts",),
+    "ramet.specs": ("Composite", "NonTensor", "Unbounded", "Bounded", "Categorical"),
+    "ramet.ragged": ("rows", "pad"),
+    "ramet.transforms": ("Transform", "Compose", "StepCounter"),
+    "ramet.envs.env": ("EnvBase", "TransformedEnv"),
+    "ramet.envs.llm": ("LLMEnv",),
+    "ramet.envs.check": ("check_env_specs",),
+    "ramet.tasks": ("Task", "Judge"),
+    "ramet.policies.policy": ("Policy", "Actor"),
+    "ramet.policies.transformers": ("TransformersPolicy",),
+    "ramet.policies.scripted": ("ScriptedPolicy",),
+    "ramet.rollouts": ("collect",),
+    "ramet.forest": ("Forest", "score", "Scores"),
+    "ramet.config": (
+        "TrainConfig",
+        "ModelConfig",
+        "RolloutConfig",
+        "AdvantageConfig",
+        "LossConfig",
+        "KLConfig",
+        "OptimizerConfig",
+        "EvaluationConfig",
+        "CheckpointConfig",
+    ),
+    "ramet.trainer": ("Trainer", "Result"),
+}
+_PLACE_OF = {name: place for place, names in _PLACES.items() for name in names}
+
+__all__ = [
+    "Actor",
+    "AdvantageConfig",
+    "Bounded",
+    "Categorical",
+    "CheckpointConfig",
+    "Compose",
+    "Composite",
+    "Draw",
+    "EnvBase",
+    "EvaluationConfig",
+    "Forest",
+    "Judge",
+    "KLConfig",
+    "Kind",
+    "LLMEnv",
+    "LossConfig",
+    "ModelConfig",
+    "NonTensor",
+    "OptimizerConfig",
+    "Outcome",
+    "Policy",
+    "Prompts",
+    "RametError",
+    "Result",
+    "RolloutConfig",
+    "Sample",
+    "Sampling",
+    "Scores",
+    "ScriptedPolicy",
+    "StepCounter",
+    "StopReason",
+    "Task",
+    "TrainConfig",
+    "Trainer",
+    "Transform",
+    "TransformedEnv",
+    "TransformersPolicy",
+    "Unbounded",
+    "check_env_specs",
+    "collect",
+    "pad",
+    "rows",
+    "score",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACE_OF:
+        raise AttributeError(f"module 'ramet' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_PLACE_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,128 @@
+"""From settings and what a user hands over to the parts of a run, each checked against the others."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ramet.config import ModelConfig, RolloutConfig, TrainConfig
+from ramet.errors import ConfigError, ModelError
+from ramet.models import check_vocabulary, load_model, pick_device
+from ramet.policies.transformers import context_length
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def model_of(
+    model: PreTrainedModel | str | Path, tokenizer: PreTrainedTokenizerBase | None, config: TrainConfig
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, ModelConfig]:
+    """Load what is a name, check what is given, and say in a section of the configuration which model it is.
+
+    Raises `ModelError` for a model or tokenizer that can not be had or do not fit together, `ConfigError` for a section
+    `config.model` that speaks of another model.
+    """
+    if isinstance(model, (str, Path)):
+        section = config.model or ModelConfig(name=str(model))
+        if section.name != str(model):
+            raise ConfigError(
+                f"the trainer was given the model {str(model)!r}, and model.name is {section.name!r}",
+                hint="name the same model twice, or leave the section [model] out",
+            )
+        loaded, own = load_model(
+            section.name,
+            dtype=section.dtype,
+            device=pick_device(section.device),
+            attention=section.attention,
+            revision=section.revision,
+            options=section.options,
+            seed=config.seed,
+        )
+        tokenizer = own if tokenizer is None else tokenizer
+        check_vocabulary(loaded, tokenizer)
+        return loaded, tokenizer, section
+    origin = str(getattr(model, "name_or_path", ""))
+    if tokenizer is None:
+        tokenizer = _tokenizer_of(origin)
+    check_vocabulary(model, tokenizer)
+    model.eval()  # type: ignore[no-untyped-call]
+    return model, tokenizer, _section_of(model, origin or type(model).__name__, config.model)
+
+
+def _tokenizer_of(origin: str) -> PreTrainedTokenizerBase:
+    """Return the tokenizer that lies where the model came from."""
+    from transformers import AutoTokenizer
+
+    try:
+        if not origin:  # made in memory: a hub is not asked for nothing
+            raise ValueError("it says nothing of where it comes from")
+        found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(origin)
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"the model was given without a tokenizer, and none is found for it: {error}",
+            hint="give the tokenizer as well: Trainer(..., tokenizer=...)",
+        ) from error
+    return found
+
+
+def _section_of(model: PreTrainedModel, name: str, given: ModelConfig | None) -> ModelConfig:
+    """Describe a model that is there already; refuse settings that would have been for loading another."""
+    found = {"dtype": str(model.dtype).removeprefix("torch."), "device": model.device.type}
+    if given is None:
+        return ModelConfig(name=name).model_copy(update=found)
+    for key in ("attention", "revision", "options"):
+        if getattr(given, key):
+            raise ConfigError(
+                f"model.{key} is for loading a model by name: found a {type(model).__name__} that is there already",
+                hint=f"leave model.{key} out, or give the trainer the model's name",
+            )
+    for key, value in found.items():
+        asked = getattr(given, key)
+        if key in given.model_fields_set and asked != "auto" and asked.partition(":")[0] != value:
+            raise ConfigError(
+                f"model.{key} is {asked!r}, and the model that was given has {value!r}",
+                hint=f"leave model.{key} out, or move the model",
+            )
+    return given.model_copy(update=found)
+
+
+def prompt_limit(model: PreTrainedModel, rollout: RolloutConfig) -> int | None:
+    """Return the most tokens that a prompt may have, None for no limit: what is asked for and fits the model.
+
+    Without a limit of its own, a prompt leaves room for a whole completion. Raises `ConfigError` where there is none.
+    """
+    context = context_length(model)
+    if context is None:
+        return rollout.prompt_limit
+    if rollout.prompt_limit is not None:
+        return min(rollout.prompt_limit, context - 1)
+    if rollout.max_new_tokens >= context:
+        raise ConfigError(
+            f"rollout.max_new_tokens = {rollout.max_new_tokens} leaves no prompt room in the model's {context} tokens",
+            hint="lower it, or say with rollout.prompt_limit how long prompts may be",
+        )
+    return context - rollout.max_new_tokens
+
+
+def stop_ids(tokenizer: PreTrainedTokenizerBase, stops: Iterable[str]) -> tuple[int, ...]:
+    """Return the token of each stop string; raise `ConfigError` for one that is not one token."""
+    found = []
+    for stop in stops:
+        ids = tokenizer(stop, add_special_tokens=False)["input_ids"]
+        if len(ids) != 1:
+            raise ConfigError(
+                f"rollout.stop: {stop!r} is {len(ids)} tokens ({ids}) for this tokenizer, and a stop must be one",
+                hint="choose another string, or leave it out and let eos end the completion",
+            )
+        found.append(ids[0])
+    return tuple(found)
+
+
+def frozen(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a copy of `model` that nothing trains: the reference of a run."""
+    reference = copy.deepcopy(model)
+    reference.eval()  # type: ignore[no-untyped-call]
+    reference.requires_grad_(False)
+    return reference

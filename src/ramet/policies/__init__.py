@@ -1,0 +1,1 @@
+"""Who answers: a model in the process, or a script."""

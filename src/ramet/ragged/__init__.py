@@ -1,0 +1,16 @@
+"""Ragged rows: the only folder that knows how rows of different lengths are stored.
+
+`Ragged` is the one form inside the library: flat values plus where each row starts. Outside, the same rows may be a
+padded tensor with a mask, a dense tensor, a jagged nested tensor (with or without room between its rows) or a lazy
+stack of rows. Which entries are real is said by a mask or by lengths, never by the value of a token.
+
+Letters: B rows, L tokens of a row.
+"""
+
+from __future__ import annotations
+
+from ramet.ragged.growth import Appender
+from ramet.ragged.reading import pad, rows
+from ramet.ragged.storage import Ragged, Side, choose, positions
+
+__all__ = ["Appender", "Ragged", "Side", "choose", "pad", "positions", "rows"]

@@ -1,0 +1,161 @@
+"""Environment times policy: play episodes and let a forest grow by what was sampled and by what came back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from tensordict import TensorDictBase
+
+from ramet import ragged
+from ramet.envs.env import EnvBase
+from ramet.errors import ForestError
+from ramet.forest import Forest
+from ramet.policies.policy import Policy, by_row
+from ramet.prompts import Prompts
+from ramet.tasks.judge import Judge
+from ramet.types import Completion, Draw, Key, Kind, OutcomeKind, Request, Sample, Sampling, StopReason
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def collect(
+    env: EnvBase,
+    policy: Policy,
+    td: TensorDictBase,
+    *,
+    sampling: Sampling,
+    seed: int,
+    max_turns: int = 1,
+    forest: Forest | None = None,
+) -> Forest:
+    """Play one episode for each row of `td` [B] and return the forest that holds them (a new one by default).
+
+    `td` holds what `env.reset` needs and `group_id`, `repeat_index` and, where there are data rows, `prompt_index`,
+    int64 [B]. A row ends when the environment is done with it, when its completion is cut by a limit, or after
+    `max_turns` turns; the forest says which. Rows that have ended are neither asked nor stepped.
+
+    Raises `ForestError` where the environment gives back other tokens than those that the policy saw and sampled.
+    """
+    if max_turns < 1:
+        raise ValueError(f"max_turns must be at least 1: found {max_turns}")
+    forest = Forest() if forest is None else forest
+    state = env.reset(td)
+    groups, members = state[Key.GROUP].tolist(), state[Key.MEMBER].tolist()
+    indices = state[Key.PROMPT_INDEX].tolist() if Key.PROMPT_INDEX in state.keys() else [-1] * len(groups)  # noqa: SIM118
+    numbers = forest.plant(ragged.rows(state, Key.TOKENS), groups=groups, members=members, prompt_indices=indices)
+    live = list(range(len(numbers)))
+    for turn in range(max_turns):
+        rows = ragged.rows(state, Key.TOKENS)
+        requests = [
+            Request(i, rows[row], sampling, Draw(seed, groups[row], members[row], turn)) for i, row in enumerate(live)
+        ]
+        answers = dict(zip(live, by_row(policy.complete(requests), len(live)), strict=True))
+        forest.grow(
+            [numbers[row] for row in live],
+            [answers[row].tokens for row in live],
+            Kind.SAMPLED,
+            log_probs=[answers[row].log_probs for row in live],
+            versions=[answers[row].version for row in live],
+        )
+        state = _step(env, state, answers, len(numbers))
+        terminated, truncated = (state[flag].reshape(-1).tolist() for flag in ("terminated", "truncated"))
+        _add_what_came_back(forest, state, answers, rows, numbers)
+        for row in live:
+            forest.rollouts[numbers[row]].stop = _stop(
+                answers[row].stop,
+                terminated=terminated[row],
+                truncated=truncated[row] or (turn == max_turns - 1 and max_turns > 1),
+                only_turn=max_turns == 1,
+            )
+        live = [row for row in live if forest.rollouts[numbers[row]].stop is None]
+        if not live:
+            break
+    return forest
+
+
+def _step(env: EnvBase, state: TensorDictBase, answers: dict[int, Completion], count: int) -> TensorDictBase:
+    nothing = torch.zeros(0, dtype=torch.int64)
+    tokens = [answers[row].tokens if row in answers else nothing for row in range(count)]
+    log_probs = [answers[row].log_probs if row in answers else torch.zeros(0) for row in range(count)]
+    state.set(Key.RESPONSE, ragged.Ragged.from_rows(tokens).jagged())
+    state.set(Key.LOG_PROBS, ragged.Ragged.from_rows(log_probs).jagged())
+    if len(answers) < count:
+        state.set("_step", torch.tensor([row in answers for row in range(count)]))
+    return env.step_mdp(env.step(state))
+
+
+def _add_what_came_back(
+    forest: Forest,
+    state: TensorDictBase,
+    answers: dict[int, Completion],
+    before: list[torch.Tensor],
+    numbers: list[int],
+) -> None:
+    """Add the tokens that the environment put behind a response: they are the environment's, not the policy's."""
+    after = ragged.rows(state, Key.TOKENS)
+    added = {}
+    for row, answer in answers.items():
+        known = torch.cat([before[row], answer.tokens.to(before[row])])
+        if not torch.equal(after[row][: len(known)], known):
+            raise ForestError(
+                f"row {row}: the environment gave back {after[row].tolist()}, which does not begin with what the "
+                f"policy saw and sampled, {known.tolist()}",
+                hint="an environment may add tokens behind a response and change none before",
+            )
+        added[row] = after[row][len(known) :]
+    grown = [row for row, tokens in added.items() if len(tokens)]
+    if grown:
+        forest.grow([numbers[row] for row in grown], [added[row] for row in grown], Kind.ENVIRONMENT)
+
+
+def _stop(answer: StopReason, *, terminated: bool, truncated: bool, only_turn: bool) -> StopReason | None:
+    """Say why a row ended with this turn, or None where it goes on; an episode of one turn ends as its completion."""
+    if answer.truncated or answer is StopReason.ERROR or terminated:
+        return answer
+    if truncated:
+        return StopReason.TURNS
+    return answer if only_turn else None
+
+
+def samples_of(
+    forest: Forest, rollouts: Sequence[int], prompts: Prompts, tokenizer: PreTrainedTokenizerBase
+) -> list[Sample]:
+    """Show `rollouts` as a reward sees them; text is derived from tokens here, for eyes and rewards alone."""
+    cut = [forest.prompt_and_completion(number) for number in rollouts]
+    texts = tokenizer.batch_decode([completion.tolist() for _, completion in cut], skip_special_tokens=True)
+    samples = []
+    for number, (prompt, completion), text in zip(rollouts, cut, texts, strict=True):
+        rollout = forest.rollouts[number]
+        if rollout.stop is None:
+            raise ValueError(f"rollout {number} has not ended: it can not be judged")
+        if not 0 <= rollout.prompt_index < len(prompts):
+            raise ValueError(
+                f"rollout {number} has prompt_index {rollout.prompt_index}: expected the number of one of "
+                f"{len(prompts)} rows"
+            )
+        row = prompts.rows[rollout.prompt_index]
+        samples.append(
+            Sample(
+                prompt=row["prompt"],
+                completion=text,
+                prompt_tokens=tuple(prompt.tolist()),
+                completion_tokens=tuple(completion.tolist()),
+                row=row,
+                stop=rollout.stop,
+                group=rollout.group,
+                member=rollout.member,
+            )
+        )
+    return samples
+
+
+def judge_rollouts(forest: Forest, samples: Sequence[Sample], rollouts: Sequence[int], judge: Judge) -> float:
+    """Write each rollout's outcome into the forest; return the fraction that failed (errors and time-outs)."""
+    outcomes = judge(samples)
+    for number, outcome in zip(rollouts, outcomes, strict=True):
+        forest.rollouts[number].outcome = outcome
+    failed = sum(outcome.kind in (OutcomeKind.ERROR, OutcomeKind.TIMED_OUT) for outcome in outcomes)
+    return failed / max(1, len(outcomes))

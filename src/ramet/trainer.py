@@ -1,0 +1,392 @@
+"""The loop: prompts, rollouts, judgement, update, and a run folder that says what happened."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ramet.assembly import frozen, model_of, prompt_limit, stop_ids
+from ramet.checkpoint import (
+    REFERENCE,
+    RunState,
+    load_optimizer,
+    load_weights,
+    newest_checkpoint,
+    read_state,
+    save_checkpoint,
+    save_model,
+)
+from ramet.config import TaskConfig, TrainConfig, dump
+from ramet.envs.llm import LLMEnv
+from ramet.errors import CheckpointError, ConfigError, RunExists, TooManyFailures
+from ramet.evaluation import Evaluation, difference, evaluate, rollout_records
+from ramet.events import CheckpointWritten, Evaluated, Event, RunEnded, RunStarted, StepDone, Stopping, When
+from ramet.interrupts import interrupts
+from ramet.learner import DTYPES, prepare, reward_metrics, update
+from ramet.metrics import MetricsLog, read
+from ramet.policies.transformers import TransformersPolicy, eos_ids_of
+from ramet.prompts import Prompts, read_rows, refuse_shared
+from ramet.prompts.prompts import Row
+from ramet.rollouts import collect, judge_rollouts, samples_of
+from ramet.tasks import Judge, Reward, Task, build_task
+from ramet.types import Sampling
+from ramet.warm_start import split_rows, warm_start
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+EVALUATION_SEED = 2**62
+"""Added to the seed for held-out draws: no training rollout shares its random numbers with an evaluation."""
+
+Watcher = Callable[[Event], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """How a run ended: its folder, its newest checkpoint, whether Ctrl-C ended it, and what `summary.json` holds."""
+
+    folder: Path
+    checkpoint: Path
+    interrupted: bool
+    summary: Mapping[str, Any]
+
+
+class Trainer:
+    """Make `model` better at what `reward` measures.
+
+    `model` is a `transformers` causal model, its name or its folder; `prompts` a list, a JSONL path or a `datasets`
+    dataset of strings, message lists or mappings with "prompt" (other columns reach the reward as `sample.row`);
+    `reward` a function, sync or async, of a `Sample`. `held_out` are prompts that are scored and never trained on.
+    `tokenizer` None takes the model's own. `config` holds everything else. `watcher` is called with each `Event`.
+    `resume` continues the run in the folder `config.runs`/`config.name` from its newest checkpoint.
+
+    Nothing is written before `train`. Raises `DataError`, `ModelError` or `ConfigError` for what can not be trained
+    with.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel | str | Path,
+        prompts: str | Path | Iterable[Any],
+        reward: Reward,
+        *,
+        config: TrainConfig,
+        held_out: str | Path | Iterable[Any] | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        watcher: Watcher | None = None,
+        resume: bool = False,
+    ) -> None:
+        # Read at once: an iterator gives its rows once, and they are needed more often.
+        train, test = read_rows(prompts), [] if held_out is None else read_rows(held_out)
+        refuse_shared(train, test)
+        task = Task(name=getattr(reward, "__name__", "reward"), train=train, held_out=test, reward=reward)
+        self._build(model, task, tokenizer, config.model_copy(update={"task": None}), watcher, resume)
+
+    @classmethod
+    def from_config(cls, config: TrainConfig, *, watcher: Watcher | None = None, resume: bool = False) -> Trainer:
+        """Make the trainer that `config` describes, its model and its task included."""
+        if config.model is None or config.task is None:
+            raise ConfigError("a run from a configuration needs the sections [model] and [task]")
+        section = config.task
+        task = build_task(
+            section.name,
+            section.options,
+            seed=config.seed,
+            prompts=section.prompts,
+            held_out=section.held_out,
+            reward=section.reward,
+        )
+        trainer = cls.__new__(cls)
+        trainer._build(config.model.name, task, None, config, watcher, resume)
+        return trainer
+
+    def _build(
+        self,
+        model: PreTrainedModel | str | Path,
+        task: Task,
+        tokenizer: PreTrainedTokenizerBase | None,
+        config: TrainConfig,
+        watcher: Watcher | None,
+        resume: bool,
+    ) -> None:
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        self._watch: Watcher = watcher or (lambda event: None)
+        self._resume = resume
+        self.task = task
+        self.model, self.tokenizer, self._model_config = model_of(model, tokenizer, config)
+        named = {"model": self._model_config, "task": config.task or TaskConfig(name=task.name)}
+        self.config = config.model_copy(update=named)
+        rollout = config.rollout
+        self.sampling = Sampling(rollout.max_new_tokens, rollout.temperature, stop_ids(self.tokenizer, rollout.stop))
+        self._prompt_limit = prompt_limit(self.model, rollout)
+        self.prompts = self._prompts_of(task.train)
+        self.held_out = self._prompts_of(task.held_out) if task.held_out else None
+        if config.warm_start is not None:
+            split_rows(task, self.prompts.rows, config.warm_start)  # refused here, before anything is written
+        self.judge = Judge(task.reward)
+        own_eos = [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
+        self.policy = TransformersPolicy(
+            self.model,
+            eos_ids=eos_ids_of(self.model) or own_eos,
+            rows_per_batch=rollout.rows_per_batch or rollout.prompts_per_step * rollout.group_size,
+            autocast=DTYPES[self._model_config.autocast],
+        )
+        eos = min(self.policy.eos_ids, default=None)
+        self.env = LLMEnv(from_text=False, eos_token_id=-1 if eos is None else eos)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(),
+            lr=config.optimizer.learning_rate,
+            betas=config.optimizer.betas,
+            weight_decay=config.optimizer.weight_decay,
+        )
+        self._weights_moved = False
+        self.optimizer.register_step_pre_hook(self._note_that_weights_move)
+        self._evaluations: dict[tuple[When, int], Evaluation] = {}
+
+    def _prompts_of(self, rows: Sequence[Row]) -> Prompts:
+        too_long = self.config.rollout.too_long
+        return Prompts(rows, self.tokenizer, seed=self.config.seed, limit=self._prompt_limit, too_long=too_long)
+
+    # ---------------------------------------------------------------- the loop
+
+    def train(self) -> Result:
+        """Run all steps, or as many as Ctrl-C allows; return where everything lies.
+
+        Raises `RunExists` for a run folder that is there already, `RewardError` and `TooManyFailures` with a checkpoint
+        of the last whole step written first.
+        """
+        began = time.monotonic()
+        folder = self._open_folder()
+        with MetricsLog(folder / "metrics.jsonl") as log, MetricsLog(folder / "rollouts.jsonl") as rollouts:
+            state, reference = self._resumed(log, rollouts) if self._resume else self._started(folder)
+            saved = state if self._resume else None
+            ended_before = self._resume and state.step == self.config.steps and not self._due(state.step)
+            with interrupts(lambda: self._watch(Stopping())) as interrupted:
+                try:
+                    self._evaluate(state.step, log, rollouts)
+                    while state.step < self.config.steps and not interrupted():
+                        state, metrics = self._step(state, reference, log, rollouts)
+                        self._weights_moved = False  # since `state`: an interrupt before this line saves nothing
+                        self._watch(StepDone(state.step, metrics))
+                        if self._checkpoint_is_due(state.step):
+                            saved = self._save(folder, state)
+                        if not interrupted():
+                            self._evaluate(state.step, log, rollouts)
+                except BaseException as error:
+                    if saved != state and not isinstance(error, CheckpointError):
+                        self._save_what_is_whole(folder, state, error)
+                    raise
+                if saved != state:
+                    self._save(folder, state)
+            checkpoint = newest_checkpoint(folder / "checkpoints")
+            if state.step < self.config.steps or self._due(state.step):
+                return Result(folder, checkpoint, interrupted=True, summary={})
+        summary = self._summary(folder, seconds=time.monotonic() - began, ended_before=ended_before)
+        self._watch(RunEnded(folder, summary))
+        return Result(folder, checkpoint, interrupted=False, summary=summary)
+
+    def _step(
+        self, state: RunState, reference: PreTrainedModel, log: MetricsLog, rollouts: MetricsLog
+    ) -> tuple[RunState, dict[str, Any]]:
+        """Sample, judge, learn, and write it down; return the state and the metrics of the step after `state`."""
+        config, step, began = self.config, state.step + 1, time.monotonic()
+        td = self.prompts.batch(state.position, config.rollout.prompts_per_step, group_size=config.rollout.group_size)
+        forest = collect(self.env, self.policy, td, sampling=self.sampling, seed=config.seed)
+        numbers = range(len(forest.rollouts))
+        samples = samples_of(forest, numbers, self.prompts, self.tokenizer)
+        failed = judge_rollouts(forest, samples, numbers, self.judge)
+        if failed > config.rollout.max_failed_fraction:
+            reasons = [r.outcome.reason for r in forest.rollouts if r.outcome is not None and r.outcome.reason]
+            raise TooManyFailures(
+                f"step {step}: {failed:.0%} of the rollouts failed, and rollout.max_failed_fraction allows "
+                f"{config.rollout.max_failed_fraction:.0%}; the first says: {reasons[0]}",
+                hint=f"mend the reward {self.judge.name} and go on with resume, or raise rollout.max_failed_fraction",
+            )
+        batch = prepare(self.model, reference, forest, config, step=step)
+        rate = self._set_learning_rate(step)
+        logged = update(self.model, self.optimizer, forest, batch, config)
+        self.policy.version += 1
+        sampled, seconds = len(forest.sampled(numbers).index), time.monotonic() - began
+        metrics = {
+            "step": step,
+            **reward_metrics(forest),
+            **logged,
+            "learning_rate": rate,
+            "tokens_sampled": sampled,
+            "tokens_per_second": sampled / seconds,
+            "seconds": seconds,
+        }
+        for record in rollout_records(forest, samples, when="train", step=step):
+            rollouts.append(record)
+        log.append(metrics)
+        return RunState(step, state.position + config.rollout.prompts_per_step, self.policy.version), metrics
+
+    def _set_learning_rate(self, step: int) -> float:
+        """Set and return the rate, a function of the step, so that resuming needs no memory of it."""
+        warmup, steps = self.config.optimizer.warmup_steps, self.config.steps
+        share = min(1.0, step / warmup) if warmup else 1.0
+        if self.config.optimizer.schedule == "linear":
+            share *= (steps - step + 1) / steps
+        rate = self.config.optimizer.learning_rate * share
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        return rate
+
+    # ---------------------------------------------------------------- the run folder
+
+    def _open_folder(self) -> Path:
+        folder = self.config.folder
+        if self._resume:
+            newest_checkpoint(folder / "checkpoints")
+            return folder
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError as error:
+            raise RunExists(
+                f"the run folder {folder} is there already: a new run would mix with it",
+                hint="go on with resume, give the run another name, or remove the folder",
+            ) from error
+        except OSError as error:
+            raise ConfigError(f"the run folder {folder} can not be made: {error}", hint="set runs and name") from error
+        (folder / "config.toml").write_text(dump(self.config), encoding="utf-8")
+        return folder
+
+    def _started(self, folder: Path) -> tuple[RunState, PreTrainedModel]:
+        self._watch(self._run_started(first_step=1))
+        if self.config.warm_start is not None:
+            done = warm_start(
+                self.model,
+                self.tokenizer,
+                self.task,
+                self.prompts.rows,
+                self.config,
+                prompts_of=self._prompts_of,
+                policy=self.policy,
+                env=self.env,
+                judge=self.judge,
+                sampling=self.sampling,
+                watcher=self._watch,
+            )
+            self._watch(done)
+        reference = frozen(self.model)
+        save_model(folder / REFERENCE, reference, self.tokenizer)
+        return RunState(0, 0, self.policy.version), reference
+
+    def _resumed(self, log: MetricsLog, rollouts: MetricsLog) -> tuple[RunState, PreTrainedModel]:
+        """Read model, optimiser and evaluations back, and strike from the logs what the checkpoint does not know of."""
+        folder, steps = self.config.folder, self.config.steps
+        checkpoint = newest_checkpoint(folder / "checkpoints")
+        state = read_state(checkpoint)
+        if state.step > steps:
+            raise ConfigError(f"steps is {steps}, and {checkpoint} has {state.step} behind it", hint="raise steps")
+        load_weights(folder / REFERENCE, self.model)
+        reference = frozen(self.model)
+        load_weights(checkpoint, self.model)
+        load_optimizer(checkpoint, self.optimizer)
+        self.policy.version = state.version
+        self._weights_moved = False
+        # The end of a run that is made longer is no end: then only the evaluation after the new last step counts.
+        log.keep(lambda line: line["step"] <= state.step and (line.get("when") != "after" or line["step"] == steps))
+        made = {(line["when"], line["step"]) for line in read(log.path) if "when" in line}
+        train = {("train", step) for step in range(state.step + 1)}
+        rollouts.keep(lambda line: (line["when"], line["step"]) in made | train)
+        records = read(rollouts.path)
+        for when, step in made:
+            kept = [record for record in records if (record["when"], record["step"]) == (when, step)]
+            self._evaluations[when, step] = Evaluation.from_records(kept)
+        self._watch(self._run_started(first_step=state.step + 1))
+        return state, reference
+
+    def _run_started(self, *, first_step: int) -> RunStarted:
+        return RunStarted(
+            folder=self.config.folder,
+            name=self.config.name,
+            task=self.task.name,
+            model=self._model_config.name,
+            device=str(self.model.device),
+            first_step=first_step,
+            steps=self.config.steps,
+        )
+
+    def _checkpoint_is_due(self, step: int) -> bool:
+        every = self.config.checkpoint.every
+        return step == self.config.steps or (every > 0 and step % every == 0)
+
+    def _save(self, folder: Path, state: RunState) -> RunState:
+        keep = self.config.checkpoint.keep
+        path = save_checkpoint(folder / "checkpoints", state, self.model, self.tokenizer, self.optimizer, keep=keep)
+        self._watch(CheckpointWritten(state.step, path))
+        return state
+
+    def _save_what_is_whole(self, folder: Path, state: RunState, error: BaseException) -> None:
+        """Save the last whole step before `error` ends the run; where its weights are gone, an older one stands."""
+        if self._weights_moved:
+            return
+        try:
+            self._save(folder, state)
+        except CheckpointError as second:
+            error.add_note(f"and the checkpoint of the last whole step is lost: {second}")
+
+    def _note_that_weights_move(self, *_: object) -> None:
+        self._weights_moved = True
+
+    # ---------------------------------------------------------------- held-out scores
+
+    def _due(self, step: int) -> list[When]:
+        """Name the evaluations that belong after `step` steps and have not been made."""
+        if self.held_out is None:
+            return []
+        every, steps = self.config.evaluation.every, self.config.steps
+        during = 0 < step < steps and every > 0 and step % every == 0
+        wanted: dict[When, bool] = {"before": step == 0, "during": during, "after": step == steps}
+        return [when for when, due in wanted.items() if due and (when, step) not in self._evaluations]
+
+    def _evaluate(self, step: int, log: MetricsLog, rollouts: MetricsLog) -> None:
+        """Make the evaluations that are due; their line in `metrics.jsonl` comes last: all of it is there."""
+        for when in self._due(step):
+            assert self.held_out is not None
+            made = evaluate(
+                self.env,
+                self.policy,
+                self.held_out,
+                self.tokenizer,
+                self.judge,
+                problems=self.config.evaluation.problems,
+                sampling=self.sampling,
+                seed=self.config.seed + EVALUATION_SEED,
+                when=when,
+                step=step,
+            )
+            for record in made.records if when != "during" else ():
+                rollouts.append(record)
+            log.append({"step": step, "when": when, "held_out": made.held_out()})
+            self._evaluations[when, step] = Evaluation(made.scores, ())
+            self._watch(Evaluated(step, when, made.held_out()))
+
+    def _summary(self, folder: Path, *, seconds: float, ended_before: bool) -> Mapping[str, Any]:
+        """Write and return `summary.json`; a run that had ended keeps the one it has."""
+        steps, path = self.config.steps, folder / "summary.json"
+        if ended_before and path.is_file():
+            kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            return kept
+        summary: dict[str, Any] = {"steps": steps, "chance": self.task.chance}
+        before, after = self._evaluations.get(("before", 0)), self._evaluations.get(("after", steps))
+        if after is not None:
+            ends = {"before": before, "after": after}
+            summary["held_out"] = {when: made.held_out() for when, made in ends.items() if made is not None}
+        if before is not None and after is not None:
+            changes = {name: difference(before, after, name) for name in before.scores}
+            summary["difference"] = {name: change._asdict() for name, change in changes.items() if change is not None}
+        summary["seconds"] = seconds
+        partial = path.with_name("summary.json.partial")
+        partial.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        os.replace(partial, path)
+        return summary

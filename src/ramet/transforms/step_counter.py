@@ -1,0 +1,53 @@
+"""Count the steps of an episode, and cut it at a limit."""
+
+from __future__ import annotations
+
+import torch
+from tensordict import TensorDictBase
+
+from ramet.specs import Composite, Unbounded
+from ramet.transforms.transform import Transform
+
+
+class StepCounter(Transform):
+    """Write `step_count`, int64 (*B, 1); at `max_steps` an episode is truncated, which is never an end of its own.
+
+    A truncated row is done; `terminated` stays as the environment said it. The cut is in `truncated`, and in
+    `truncated_key` where that is another.
+    """
+
+    def __init__(
+        self, max_steps: int | None = None, truncated_key: str = "truncated", step_count_key: str = "step_count"
+    ) -> None:
+        super().__init__()
+        if max_steps is not None and max_steps < 1:
+            raise ValueError(f"max_steps must be at least 1: found {max_steps}")
+        self.max_steps, self.truncated_key, self.step_count_key = max_steps, truncated_key, step_count_key
+
+    def _reset(self, td: TensorDictBase, td_reset: TensorDictBase) -> TensorDictBase:
+        td_reset.set(self.step_count_key, torch.zeros_like(td_reset.get("done"), dtype=torch.int64))
+        return td_reset
+
+    def _step(self, td: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
+        before = td.get(self.step_count_key, None)
+        done = next_td.get("done")
+        count = torch.ones_like(done, dtype=torch.int64) if before is None else before + 1
+        next_td.set(self.step_count_key, count)
+        if self.max_steps is not None:
+            cut = count >= self.max_steps
+            for key in {"truncated", self.truncated_key}:
+                truncated = next_td.get(key, None)
+                next_td.set(key, cut if truncated is None else truncated | cut)
+            next_td.set("done", done | cut)
+        return next_td
+
+    def transform_observation_spec(self, spec: Composite) -> Composite:
+        """Add the count."""
+        spec[self.step_count_key] = Unbounded((*spec.shape, 1), spec.device, torch.int64)
+        return spec
+
+    def transform_done_spec(self, spec: Composite) -> Composite:
+        """Add the flag, where it has a name of its own."""
+        if self.max_steps is not None and self.truncated_key not in spec:
+            spec[self.truncated_key] = spec["done"]
+        return spec

@@ -1,0 +1,205 @@
+"""The nouns of ramet and the names of things: read this file first.
+
+Every dimension has a letter, used in all docstrings::
+
+    B  rows of a batch          G  members of a group (completions of one prompt)
+    T  steps of an episode      L  tokens of a row          M  sampled tokens, flat
+    V  vocabulary               N  nodes of a forest        R  rollouts of a forest
+
+Keys of the TensorDict at the border between environments and policies: `Key`.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Key:
+    """Names of TensorDict entries; all ragged rows are int64 or float32.
+
+    `TOKENS` [B, L], `MASK` [B, L] (True on real tokens), `RESPONSE` [B, L] (what the policy sampled), `LOG_PROBS`
+    [B, L] (of `RESPONSE`, under the distribution it was sampled from), `GROUP`, `MEMBER` and `PROMPT_INDEX` [B].
+    """
+
+    TOKENS = "tokens"
+    MASK = "attention_mask"
+    RESPONSE = "tokens_response"
+    LOG_PROBS = "log_probs"
+    TEXT = "text"
+    TEXT_RESPONSE = "text_response"
+    GROUP = "group_id"
+    MEMBER = "repeat_index"
+    PROMPT_INDEX = "prompt_index"
+    REWARD = "reward"
+
+
+class Kind(enum.IntEnum):
+    """Who wrote a token of a rollout. Only `SAMPLED` tokens are ever trained on."""
+
+    PROMPT = 0
+    SAMPLED = 1
+    ENVIRONMENT = 2
+
+
+class StopReason(enum.StrEnum):
+    """Why a rollout (or one completion) ended. `EOS` and `STOP` are ends; the others are truncations or failures."""
+
+    EOS = "eos"
+    STOP = "stop"
+    NEW_TOKENS = "new_token_limit"
+    CONTEXT = "context_limit"
+    PROMPT_TOO_LONG = "prompt_too_long"
+    TURNS = "turn_limit"
+    TIMEOUT = "timeout"
+    ERROR = "error"
+
+    @property
+    def truncated(self) -> bool:
+        """True where a limit, not the policy, ended it.
+
+        >>> [reason.value for reason in StopReason if reason.truncated]
+        ['new_token_limit', 'context_limit', 'prompt_too_long', 'turn_limit', 'timeout']
+        """
+        return self not in (StopReason.EOS, StopReason.STOP, StopReason.ERROR)
+
+
+Message: TypeAlias = Mapping[str, Any]
+"""One chat message, `{"role": ..., "content": ...}`, as chat templates take it."""
+
+Prompt: TypeAlias = str | Sequence[Message]
+"""Plain text, or messages that go through the tokenizer's chat template."""
+
+
+class OutcomeKind(enum.StrEnum):
+    """What came of judging a rollout. Only `SCORED` enters group statistics and the loss."""
+
+    SCORED = "scored"
+    ABSTAINED = "abstained"
+    ERROR = "environment_error"
+    TIMED_OUT = "timed_out"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The judgement of one rollout: a finite score, or a reason why there is none.
+
+    `rewards` are the named parts of the score, for the logs; the score is what is trained on.
+
+    >>> Outcome.scored(1.0)
+    Outcome(kind=<OutcomeKind.SCORED: 'scored'>, score=1.0, rewards={'reward': 1.0}, reason='')
+    >>> Outcome.abstained("the judge gave no verdict").score is None
+    True
+    """
+
+    kind: OutcomeKind
+    score: float | None = None
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        scored = self.kind is OutcomeKind.SCORED
+        if scored != (self.score is not None):
+            raise ValueError(f"an outcome has a score exactly if it is scored: found {self.kind.value}, {self.score}")
+        for name, value in {"score": self.score or 0.0, **self.rewards}.items():
+            if not math.isfinite(value):
+                raise ValueError(f"{name} must be finite: found {value}")
+
+    @classmethod
+    def scored(cls, score: float, rewards: Mapping[str, float] | None = None) -> Outcome:
+        """The rollout has a score."""
+        return cls(OutcomeKind.SCORED, score, {"reward": score} if rewards is None else dict(rewards))
+
+    @classmethod
+    def abstained(cls, reason: str = "") -> Outcome:
+        """Nobody can say how good it is: it leaves its group's baseline alone and is not trained on."""
+        return cls(OutcomeKind.ABSTAINED, reason=reason)
+
+    @classmethod
+    def error(cls, reason: str) -> Outcome:
+        """The environment or the reward failed: dropped, with the reason kept."""
+        return cls(OutcomeKind.ERROR, reason=reason)
+
+    @classmethod
+    def timed_out(cls, reason: str) -> Outcome:
+        """Judging or acting took too long: dropped, with the reason kept."""
+        return cls(OutcomeKind.TIMED_OUT, reason=reason)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One finished rollout as a reward function sees it.
+
+    `row` is the data row that the prompt came from, other columns included; `completion` is the text of
+    `completion_tokens` without special tokens; token ids are exactly those that the model saw and sampled.
+    """
+
+    prompt: Prompt
+    completion: str
+    prompt_tokens: tuple[int, ...]
+    completion_tokens: tuple[int, ...]
+    row: Mapping[str, Any]
+    stop: StopReason
+    group: int
+    member: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a policy draws tokens.
+
+    `temperature` 0 is greedy (the largest logit, the lower id on a tie); `max_new_tokens` counts the token that ends
+    the completion; `stop_ids` end it like eos and are part of it.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    stop_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1: found {self.max_new_tokens}")
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ValueError(f"temperature must be finite and at least 0: found {self.temperature}")
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """The address of a rollout's random numbers: its uniforms are a pure function of these four integers."""
+
+    seed: int
+    prompt: int
+    member: int
+    turn: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One row that wants a completion: a prefix `tokens` (int64 [L]), how to sample, and the address of its draws."""
+
+    row: int
+    tokens: Tensor
+    sampling: Sampling
+    draw: Draw
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What a policy answered to a `Request` of the same `row`.
+
+    `tokens` int64 [n] exactly as sampled, `log_probs` float32 [n] under the distribution that was sampled from (NaN
+    where there is none, as in greedy decoding: such tokens can not be trained on), `version` of the weights that made
+    them.
+    """
+
+    row: int
+    tokens: Tensor
+    log_probs: Tensor
+    stop: StopReason
+    version: int

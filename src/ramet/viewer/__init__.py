@@ -1,0 +1,1 @@
+"""Looking at a run: one page that needs no network. Only the command line imports this package."""

@@ -1,0 +1,70 @@
+"""Tasks by name: what is known is built, what is not is refused with the nearest known one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ramet.errors import ConfigError
+from ramet.tasks import build_task
+
+
+def test_options_and_seed_reach_the_builder() -> None:
+    task = build_task("arithmetic", {"digits": 1, "held_out_size": 10, "train_size": 20}, seed=4)
+    assert (len(task.train), len(task.held_out)) == (20, 10)
+    other = build_task("arithmetic", {"digits": 1, "held_out_size": 10, "train_size": 20}, seed=5)
+    assert task.held_out == other.held_out
+    assert task.train != other.train
+
+
+def test_a_list_from_a_file_of_settings_is_an_option() -> None:
+    task = build_task("arithmetic", {"operations": ["+", "-"], "digits": [1, 2], "held_out_size": 10})
+    assert {row["prompt"].strip("0123456789=") for row in task.train} == {"+", "-"}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "parts"),
+    [
+        ("arithmetics", {}, ['"arithmetics"', 'did you mean "arithmetic"?', "file", "reasoning-gym:DATASET"]),
+        ("sort", {}, ['did you mean "sorting"?']),
+        ("sorting", {"length": 3}, ['did you mean "lengths"?']),
+        ("reasoning-gym", {}, ["reasoning-gym:DATASET"]),
+        ("file:x", {}, ['"file:x"']),
+        ("arithmetic", {"digit": 2}, ['"digit"', 'did you mean "digits"?', "modulus"]),
+        ("arithmetic", {"seed": 2}, ['"seed"']),
+        ("file", {"digits": 2}, ['"digits"', "known: none"]),
+    ],
+)
+def test_what_is_unknown_is_refused_with_what_is_known(name: str, options: dict[str, Any], parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_task(name, options)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("given", [{}, {"prompts": "p.jsonl"}, {"reward": "m:f"}])
+def test_the_file_task_needs_prompts_and_a_reward(given: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="needs prompts"):
+        build_task("file", **given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("key", ["prompts", "held_out", "reward"])
+def test_other_tasks_read_no_files(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"task.{key} is read by the task file only"):
+        build_task("arithmetic", **{key: "x"})  # type: ignore[arg-type]
+
+
+def test_the_file_task_is_built_from_its_three_settings(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text('"a"\n"b"\n', encoding="utf-8")
+    (tmp_path / "test.jsonl").write_text('"c"\n', encoding="utf-8")
+    (tmp_path / "mine.py").write_text("def reward(sample):\n    return 1.0\n", encoding="utf-8")
+    task = build_task(
+        "file",
+        prompts=str(tmp_path / "train.jsonl"),
+        held_out=str(tmp_path / "test.jsonl"),
+        reward=f"{tmp_path / 'mine.py'}:reward",
+    )
+    assert [row["prompt"] for row in task.train] == ["a", "b"]
+    assert [row["prompt"] for row in task.held_out] == ["c"]

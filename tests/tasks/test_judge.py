@@ -1,0 +1,226 @@
+"""From what a reward says to an outcome: every kind of verdict, and every kind of mistake."""
+
+from __future__ import annotations
+
+import asyncio
+import decimal
+import fractions
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ramet.errors import RewardError
+from ramet.tasks import Judge
+from ramet.types import Outcome, OutcomeKind, Sample, StopReason
+
+
+def sample(completion: str = "4", *, group: int = 0, member: int = 0, prompt: Any = "2+2=") -> Sample:
+    return Sample(prompt, completion, (1,), (2,), {"answer": "4"}, StopReason.EOS, group=group, member=member)
+
+
+def verdict(value: Any) -> Outcome:
+    (outcome,) = Judge(lambda _: value)([sample()])
+    return outcome
+
+
+@pytest.mark.parametrize(
+    ("value", "score"),
+    [
+        (1.5, 1.5),
+        (-2, -2.0),
+        (True, 1.0),
+        (False, 0.0),
+        (fractions.Fraction(1, 4), 0.25),
+        (np.float32(0.5), 0.5),
+        (np.int64(3), 3.0),
+        (np.bool_(True), 1.0),
+        (np.array(0.25), 0.25),
+        (torch.tensor(0.75), 0.75),
+        (torch.tensor(True), 1.0),
+    ],
+)
+def test_a_number_of_any_library_is_a_score(value: Any, score: float) -> None:
+    outcome = verdict(value)
+    assert outcome == Outcome.scored(score)
+    assert type(outcome.score) is float
+
+
+def test_none_abstains_and_says_whose_verdict_it_was() -> None:
+    def undecided(sample: Sample) -> None:
+        return None
+
+    (outcome,) = Judge(undecided)([sample()])
+    assert outcome.kind is OutcomeKind.ABSTAINED
+    assert "undecided" in outcome.reason
+
+
+def test_named_rewards_are_added_up_and_kept() -> None:
+    outcome = verdict({"right": 1, "short": np.float64(0.25), "polite": torch.tensor(-0.5)})
+    assert outcome.score == 0.75
+    assert outcome.rewards == {"right": 1.0, "short": 0.25, "polite": -0.5}
+
+
+@pytest.mark.parametrize("outcome", [Outcome.scored(2.0, {"a": 2.0}), Outcome.abstained("x"), Outcome.error("y")])
+def test_an_outcome_stays_as_it_is(outcome: Outcome) -> None:
+    assert verdict(outcome) is outcome
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        (math.nan, "found nan"),
+        (math.inf, "found inf"),
+        (-math.inf, "found -inf"),
+        (10**400, "found inf"),
+        (torch.tensor(math.nan), "found nan"),
+        ("1.0", "'1.0' of type str"),
+        (b"1", "of type bytes"),
+        (1j, "of type complex"),
+        (decimal.Decimal("0.5"), "of type Decimal"),
+        (object, "of type type"),
+        ([1.0], "found a list of 1"),
+        ((1.0, 2.0), "found a tuple of 2"),
+        ({1.0}, "found a set of 1"),
+        (np.array([1.0]), "of type ndarray"),
+        (torch.tensor([1.0, 2.0]), "of type Tensor"),
+        ({}, "at least one"),
+        ({1: 1.0}, "names (strings)"),
+        ({"a": math.nan}, "a finite number for 'a'"),
+        ({"a": None}, "a finite number for 'a'"),
+        ({"a": [1.0]}, "found a list of 1"),
+        ({"a": 1e308, "b": 1e308}, "a finite sum"),
+    ],
+)
+def test_what_is_no_reward_stops_at_once_and_names_function_and_sample(value: Any, found: str) -> None:
+    def odd(sample: Sample) -> Any:
+        return value
+
+    with pytest.raises(RewardError) as caught:
+        Judge(odd)([sample("five", group=3, member=2)])
+    message = str(caught.value)
+    for part in (found, "odd", "group 3", "member 2", "five", "2+2=", "hint"):
+        assert part in message
+
+
+def test_the_error_shows_the_last_message_of_a_chat() -> None:
+    chat = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "how much is 2+2?"}]
+    with pytest.raises(RewardError, match=r"how much is 2\+2"):
+        Judge(lambda _: "x")([sample(prompt=chat)])  # type: ignore[arg-type, return-value]
+
+
+def test_names_must_stay_the_same_for_the_life_of_a_judge() -> None:
+    judge = Judge(lambda sample: {"a": 1.0} if sample.completion == "4" else {"a": 1.0, "b": 1.0})
+    judge([sample("4")])
+    with pytest.raises(RewardError, match=r"\['a'\]: found \['a', 'b'\]"):
+        judge([sample("5")])
+
+
+def test_a_reward_that_is_no_function_is_refused() -> None:
+    with pytest.raises(RewardError, match="found float"):
+        Judge(1.0)  # type: ignore[arg-type]
+
+
+def test_a_reward_that_raises_costs_its_own_sample_alone() -> None:
+    def fragile(sample: Sample) -> float:
+        return 1.0 / len(sample.completion)
+
+    first, second, third = Judge(fragile)([sample("a"), sample(""), sample("ab")])
+    assert (first.score, second.score, third.score) == (1.0, None, 0.5)
+    assert second.kind is OutcomeKind.ERROR
+    assert "ZeroDivisionError: float division by zero" in second.reason
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_time_out_is_an_outcome_of_its_own(asynchronous: bool) -> None:
+    def late(sample: Sample) -> float:
+        raise TimeoutError("after 5 s")
+
+    async def late_too(sample: Sample) -> float:
+        async with asyncio.timeout(0):
+            await asyncio.sleep(60)
+        return 1.0
+
+    (outcome,) = Judge(late_too if asynchronous else late)([sample()])
+    assert outcome.kind is OutcomeKind.TIMED_OUT
+    assert outcome.reason.startswith("TimeoutError")
+
+
+async def slow_length(sample: Sample) -> float:
+    if sample.completion == "fail":
+        raise LookupError("no judge today")
+    if sample.completion == "cancel":
+        raise asyncio.CancelledError
+    await asyncio.sleep(0)
+    return float(len(sample.completion))
+
+
+def mixed(sample: Sample) -> Any:
+    return slow_length(sample) if sample.member % 2 else -1.0
+
+
+def check_mixed() -> None:
+    texts = ["x", "four", "fail", "fail", "y", "cancel", "z", "ab"]
+    outcomes = Judge(mixed)([sample(text, member=i) for i, text in enumerate(texts)])
+    assert [outcome.score for outcome in outcomes] == [-1.0, 4.0, -1.0, None, -1.0, None, -1.0, 2.0]
+    assert outcomes[3] == Outcome.error("LookupError: no judge today")
+    assert outcomes[5].kind is OutcomeKind.ERROR
+
+
+def test_async_and_sync_verdicts_keep_their_places() -> None:
+    check_mixed()
+
+
+def test_a_judge_works_inside_a_running_event_loop() -> None:
+    async def main() -> None:
+        check_mixed()
+
+    asyncio.run(main())
+
+
+def test_async_rewards_run_together() -> None:
+    """Each waits until all have begun: one after another they would wait for ever."""
+    begun: list[int] = []
+
+    async def reward(sample: Sample) -> float:
+        begun.append(sample.member)
+        async with asyncio.timeout(10):
+            while len(begun) < 5:
+                await asyncio.sleep(0)
+        return 1.0
+
+    outcomes = Judge(reward)([sample(member=i) for i in range(5)])
+    assert [outcome.score for outcome in outcomes] == [1.0] * 5
+
+
+def test_what_an_async_reward_says_is_checked_too() -> None:
+    async def wrong(sample: Sample) -> float:
+        return math.nan
+
+    with pytest.raises(RewardError, match="wrong"):
+        Judge(wrong)([sample()])
+
+
+def test_no_samples_have_no_outcomes() -> None:
+    assert Judge(slow_length)([]) == []
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.one_of(st.none(), st.floats(allow_nan=False, allow_infinity=False), st.just("raise")), max_size=8))
+def test_outcomes_come_in_the_order_of_the_samples(values: list[Any]) -> None:
+    def reward(sample: Sample) -> float | None:
+        value = values[sample.member]
+        if value == "raise":
+            raise ValueError("on purpose")
+        return value  # type: ignore[no-any-return]
+
+    judged: Callable[..., list[Outcome]] = Judge(reward)
+    outcomes = judged([sample(member=i) for i in range(len(values))])
+    kinds = {None: OutcomeKind.ABSTAINED, "raise": OutcomeKind.ERROR}
+    assert [outcome.kind for outcome in outcomes] == [kinds.get(value, OutcomeKind.SCORED) for value in values]
+    assert [outcome.score for outcome in outcomes] == [v if isinstance(v, float) else None for v in values]

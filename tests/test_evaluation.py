@@ -1,0 +1,202 @@
+"""Held-out scores: the same problems and draws each time, what has no score left out, differences in pairs."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from ramet.envs.llm import LLMEnv
+from ramet.evaluation import Evaluation, difference, evaluate, rollout_records
+from ramet.forest import Forest
+from ramet.metrics import MetricsLog, paired_difference, read
+from ramet.models.tiny import tiny_llama, tiny_tokenizer
+from ramet.policies.policy import Policy
+from ramet.policies.scripted import ScriptedPolicy
+from ramet.policies.transformers import TransformersPolicy
+from ramet.prompts import Prompts
+from ramet.rollouts import collect, judge_rollouts, samples_of
+from ramet.tasks.judge import Judge
+from ramet.types import Completion, Draw, Outcome, Request, Sample, Sampling
+
+TOKENIZER = tiny_tokenizer()
+EOS = TOKENIZER.eos_token_id
+ROWS = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(6)]
+
+
+def scripted(answers: Sequence[str]) -> Policy:
+    """A policy that gives the answer of that number to each problem, whatever the decoding."""
+
+    def script(request: Request) -> list[int]:
+        return [*TOKENIZER(answers[request.draw.prompt], add_special_tokens=False)["input_ids"], EOS]
+
+    return ScriptedPolicy(script, eos_token_id=EOS)
+
+
+def right(sample: Sample) -> float:
+    return float(sample.completion == sample.row["answer"])
+
+
+def run(policy: Policy, reward: Callable[[Sample], Any] = right, *, problems: int = 6, **named: Any) -> Evaluation:
+    options = {"seed": 3, "when": "before", "step": 0, **named}
+    return evaluate(
+        LLMEnv(from_text=False, eos_token_id=EOS), policy, Prompts(ROWS, TOKENIZER), TOKENIZER, Judge(reward),
+        problems=problems, sampling=Sampling(4, 0.5), **options,
+    )  # fmt: skip
+
+
+class Recorder(TransformersPolicy):
+    """A policy that remembers what it was asked."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(tiny_llama(TOKENIZER, seed=seed, hidden_size=32, layers=1, heads=2, intermediate_size=32))
+        self.asked: list[tuple[Draw, Sampling, tuple[int, ...]]] = []
+
+    def complete(self, requests: Sequence[Request]) -> Iterator[Completion]:
+        self.asked += [(request.draw, request.sampling, tuple(request.tokens.tolist())) for request in requests]
+        return super().complete(requests)
+
+
+def test_each_decoding_scores_the_first_problems_in_the_order_of_the_data() -> None:
+    found = run(scripted(["1", "2", "9", "4"]), problems=4)
+    expected = {0: 1.0, 1: 1.0, 2: 0.0, 3: 1.0}
+    assert found.scores == {"greedy": expected, "sampled": expected}
+    held_out = found.held_out()
+    assert held_out["greedy"]["score"] == 0.75
+    assert held_out["greedy"]["problems"] == 4
+    assert held_out["greedy"]["low"] < 0.75 < held_out["greedy"]["high"]
+
+
+def test_more_problems_than_there_are_means_all() -> None:
+    assert len(run(scripted(["1"] * 6), problems=50).scores["greedy"]) == 6
+
+
+def test_before_and_after_ask_the_same_problems_with_the_same_settings_and_draws() -> None:
+    """Other weights, another time: only the answers may differ."""
+    before, after = Recorder(0), Recorder(1)
+    first = run(before, lambda sample: len(sample.completion_tokens))
+    second = run(after, lambda sample: len(sample.completion_tokens), when="after", step=9)
+    assert before.asked == after.asked
+    assert len(before.asked) == 12
+    assert [sampling.temperature for _, sampling, _ in before.asked] == [0.0] * 6 + [1.0] * 6
+    assert len({draw for draw, _, _ in before.asked[6:]}) == 6
+    said = [[record["completion_tokens"] for record in made.records] for made in (first, second)]
+    assert said[0] != said[1]
+    again = run(Recorder(0), lambda sample: len(sample.completion_tokens))
+    assert again.records == first.records
+
+
+def test_the_draws_are_the_seeds() -> None:
+    one, other = Recorder(0), Recorder(0)
+    run(one)
+    run(other, seed=4)
+    assert {draw for draw, _, _ in one.asked}.isdisjoint(draw for draw, _, _ in other.asked)
+
+
+def verdicts(sample: Sample) -> Any:
+    match sample.group:
+        case 0:
+            return None
+        case 1:
+            raise RuntimeError("the judge is out")
+        case 2:
+            return Outcome.abstained("a tie")
+    return float(sample.group == 3)
+
+
+def test_what_has_no_score_is_left_out_of_the_mean_and_its_record_says_why() -> None:
+    found = run(scripted(["1"] * 6), verdicts)
+    assert found.scores["greedy"] == {3: 1.0, 4: 0.0, 5: 0.0}
+    assert found.held_out()["greedy"]["score"] == 1 / 3
+    assert found.held_out()["greedy"]["problems"] == 3
+    reasons = {record["group"]: (record["outcome"], record["reason"]) for record in found.records[:3]}
+    assert reasons[0][0] == "abstained"
+    assert reasons[1] == ("environment_error", "RuntimeError: the judge is out")
+    assert reasons[2] == ("abstained", "a tie")
+
+
+def test_without_any_score_there_is_no_mean() -> None:
+    assert run(scripted(["1"] * 6), lambda sample: None).held_out() == {}
+
+
+def with_scores(scores: dict[int, float]) -> Evaluation:
+    return Evaluation({"greedy": scores, "sampled": {}}, ())
+
+
+def test_the_difference_is_over_problems_that_both_have_a_score_for() -> None:
+    """Problems 1 and 2 are in both: +0.5 and -0.25. Pairing by position instead would give other numbers."""
+    before, after = with_scores({0: 9.0, 1: 0.25, 2: 0.5}), with_scores({2: 0.25, 1: 0.75, 7: 3.0})
+    found = difference(before, after, "greedy")
+    assert found == paired_difference([0.25, 0.5], [0.75, 0.25])
+    assert found is not None
+    assert found.value == 0.125
+
+
+def test_without_a_common_problem_there_is_no_difference() -> None:
+    assert difference(with_scores({0: 1.0}), with_scores({1: 1.0}), "greedy") is None
+    assert difference(with_scores({0: 1.0}), with_scores({0: 1.0}), "sampled") is None
+
+
+scores_of_problems = st.dictionaries(st.integers(0, 20), st.floats(-1e6, 1e6), max_size=8)
+
+
+@given(before=scores_of_problems, after=scores_of_problems)
+@hypothesis_settings(deadline=None, max_examples=50)
+def test_a_difference_turned_round_changes_its_sign(before: dict[int, float], after: dict[int, float]) -> None:
+    there = difference(with_scores(before), with_scores(after), "greedy")
+    back = difference(with_scores(after), with_scores(before), "greedy")
+    assert (there is None) == (back is None) == (not before.keys() & after.keys())
+    if there is not None and back is not None:
+        assert there.value == -back.value
+        assert math.isclose(there.low, -back.high, rel_tol=1e-9, abs_tol=1e-9)
+
+
+def test_an_evaluation_comes_back_from_its_records_through_a_file(tmp_path: Path) -> None:
+    """Scores survive JSON, and so do problems without one; other evaluations' records are told apart by `when`."""
+    made = run(scripted(["1", "2", "9", "4", "0", "\n"]), verdicts)
+    with MetricsLog(tmp_path / "rollouts.jsonl") as log:
+        for record in made.records:
+            log.append(record)
+    again = Evaluation.from_records(read(tmp_path / "rollouts.jsonl"))
+    assert again.scores == made.scores
+    assert list(again.records) == [json.loads(json.dumps(record)) for record in made.records]
+    assert again.held_out() == made.held_out()
+
+
+def test_a_record_says_what_was_asked_answered_and_made_of_it() -> None:
+    found = run(scripted(["1"] * 6), problems=1)
+    assert found.records[0] == {
+        "when": "before",
+        "step": 0,
+        "group": 0,
+        "member": 0,
+        "prompt": "0+1=",
+        "completion": "1",
+        "completion_tokens": [*TOKENIZER("1", add_special_tokens=False)["input_ids"], EOS],
+        "score": 1.0,
+        "rewards": {"reward": 1.0},
+        "advantage": found.records[0]["advantage"],
+        "outcome": "scored",
+        "reason": "",
+        "stop": "eos",
+        "decoding": "greedy",
+    }
+    assert [record["decoding"] for record in found.records] == ["greedy", "sampled"]
+
+
+def test_a_rollout_is_described_only_once_it_is_judged() -> None:
+    prompts = Prompts(ROWS, TOKENIZER)
+    env = LLMEnv(from_text=False, eos_token_id=EOS)
+    forest = collect(env, scripted(["1"]), prompts.first(1), sampling=Sampling(2), seed=0, forest=Forest())
+    samples = samples_of(forest, range(1), prompts, TOKENIZER)
+    with pytest.raises(ValueError, match="once it has an outcome"):
+        rollout_records(forest, samples, when="train", step=1)
+    judge_rollouts(forest, samples, range(1), Judge(right))
+    assert rollout_records(forest, samples, when="train", step=1)[0]["score"] == 1.0

@@ -1,0 +1,81 @@
+"""The names that `ramet` offers are frozen here: whoever adds or removes one says so by changing this list."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from pathlib import Path
+
+import pytest
+
+import ramet
+
+NAMES = [
+    "Actor",
+    "AdvantageConfig",
+    "Bounded",
+    "Categorical",
+    "CheckpointConfig",
+    "Compose",
+    "Composite",
+    "Draw",
+    "EnvBase",
+    "EvaluationConfig",
+    "Forest",
+    "Judge",
+    "KLConfig",
+    "Kind",
+    "LLMEnv",
+    "LossConfig",
+    "ModelConfig",
+    "NonTensor",
+    "OptimizerConfig",
+    "Outcome",
+    "Policy",
+    "Prompts",
+    "RametError",
+    "Result",
+    "RolloutConfig",
+    "Sample",
+    "Sampling",
+    "Scores",
+    "ScriptedPolicy",
+    "StepCounter",
+    "StopReason",
+    "Task",
+    "TrainConfig",
+    "Trainer",
+    "Transform",
+    "TransformedEnv",
+    "TransformersPolicy",
+    "Unbounded",
+    "check_env_specs",
+    "collect",
+    "pad",
+    "rows",
+    "score",
+]
+
+
+def test_the_exported_names_are_these() -> None:
+    assert ramet.__all__ == NAMES
+    assert dir(ramet) == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_name_leads_to_something_that_is_described(name: str) -> None:
+    found = getattr(ramet, name)
+    assert inspect.getdoc(found)
+    assert getattr(found, "__name__", name) == name
+
+
+def test_type_checkers_see_the_same_names() -> None:
+    tree = ast.parse(Path(str(ramet.__file__)).read_text(encoding="utf-8"))
+    [checked] = [node for node in tree.body if isinstance(node, ast.If)]
+    imported = [alias.name for node in checked.body if isinstance(node, ast.ImportFrom) for alias in node.names]
+    assert sorted(imported) == NAMES
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'Trainner'"):
+        _ = ramet.Trainner
