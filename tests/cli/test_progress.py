@@ -9,7 +9,16 @@ import pytest
 from rich.console import Console
 
 from ramet.cli.progress import Progress, duration
-from ramet.events import CheckpointWritten, Evaluated, RunEnded, RunStarted, StepDone, WarmStartStep
+from ramet.events import (
+    CheckpointWritten,
+    Evaluated,
+    RunEnded,
+    RunStarted,
+    StepDone,
+    Stopping,
+    WarmStarted,
+    WarmStartStep,
+)
 from ramet.metrics import MetricsLog
 
 SCORES = {"greedy": {"score": 0.5, "low": 0.4, "high": 0.6, "problems": 50}}
@@ -102,10 +111,18 @@ def test_the_warm_start_shows_its_loss_and_its_score() -> None:
     screen.progress(WarmStartStep(2, 100, 2.4))
     screen.clock.now += 6
     screen.progress(WarmStartStep(3, 100, 2.25, 0.125))
+    screen.progress(WarmStarted(3, 0.125))
     assert screen.lines() == [
         "supervised warm start 1/100  loss 2.500",
         "supervised warm start 3/100  loss 2.250  greedy score 0.125",
+        "supervised warm start ended after 3 steps, at a greedy validation score of 0.125",
     ]
+
+
+def test_a_ctrl_c_is_answered() -> None:
+    screen = Screen()
+    screen.progress(Stopping())
+    assert screen.lines() == ["stopping after this step, with a checkpoint; Ctrl-C again stops at once"]
 
 
 def test_the_last_checkpoint_is_remembered() -> None:
