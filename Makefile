@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 .PHONY: demo test test-all check fix bench bench-smollm2 clean
 
 demo: $(STAMP)
-	$(BIN)/ramet train
+	$(BIN)/ramet train --name sorting-$$(date +%Y%m%d-%H%M%S)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -m "not large"

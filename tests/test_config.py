@@ -6,11 +6,12 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from ramet.config import Section, TrainConfig, dump, load, parse
+from ramet.config import Section, TrainConfig, checked, dump, load, parse
 from ramet.config import settings as all_settings
 from ramet.errors import ConfigError
 
@@ -26,6 +27,7 @@ max_new_tokens = 8
 learning_rate = 1e-4
 """
 
+PULL = "kl.coefficient=0.1"
 SCALARS = st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
 
 
@@ -65,6 +67,7 @@ def test_values_of_overrides_are_toml_or_bare_strings() -> None:
             "task.options.digits=[1, 2]",
             "rollout.stop=['\\n']",
             "control.shuffle_rewards=true",
+            "kl.coefficient=0.1",
             "kl.estimator='k1'",
             " kl.place = reward ",
         ],
@@ -180,8 +183,21 @@ def test_a_wrong_value_is_refused_with_its_key_what_was_expected_and_what_was_fo
         (["task.name=file", "task.reward=m:f"], "task.prompts"),
         (["task.held_out=h.jsonl"], "task.held_out"),
         (["rollout.prompts_per_step=1", "rollout.group_size=4", "optimizer.updates_per_step=5"], "the 4 rollouts"),
-        (["kl.unbiased=true", "kl.estimator=k2"], "kl.estimator"),
-        (["kl.unbiased=true", "kl.place=reward"], "kl.place"),
+        ([PULL, "kl.unbiased=true", "kl.estimator=k2"], "kl.unbiased needs kl.estimator"),
+        ([PULL, "kl.unbiased=true", "kl.place=reward"], "kl.unbiased is about the penalty in the loss"),
+        ([PULL, "kl.estimator=k2", "kl.place=reward"], "the reward always uses"),
+        ([PULL, "kl.estimator=k1"], "no gradient in expectation"),
+        ([PULL, "kl.estimator=k1", "kl.place=both"], "no gradient in expectation"),
+        (["kl.estimator=k1"], "kl.estimator is about a penalty, and kl.coefficient = 0 charges none"),
+        (["kl.place=both"], "kl.place is about a penalty, and kl.coefficient = 0 charges none"),
+        (["kl.unbiased=true"], "kl.unbiased is about a penalty, and kl.coefficient = 0 charges none"),
+        (["loss.kind=policy_gradient", "loss.clip_low=0.1"], "loss.clip_low is read by"),
+        (["loss.kind=policy_gradient", "loss.clip_high=0.3"], "loss.clip_high is read by"),
+        (["loss.kind=policy_gradient", "optimizer.updates_per_step=2"], "found 2 (optimizer.updates_per_step x"),
+        (["loss.kind=policy_gradient", "optimizer.epochs_per_step=3", "loss.importance_cap=2"], "found 3 ("),
+        (["optimizer.warmup_steps=4"], "optimizer.warmup_steps = 4 is more than steps = 3"),
+        (["rollout.group_size=1"], "rollout.group_size = 1 teaches nothing"),
+        (["rollout.group_size=1", PULL, "kl.place=reward"], "rollout.group_size = 1 teaches nothing"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(overrides: list[str], message: str) -> None:
@@ -192,9 +208,51 @@ def test_settings_that_contradict_each_other_are_refused(overrides: list[str], m
 
 
 def test_settings_that_only_look_odd_are_accepted() -> None:
-    assert parse(SMALL, ["kl.estimator=k1", "kl.coefficient=0"]).kl.estimator == "k1"
-    assert parse(SMALL, ["kl.place=both"]).kl.place == "both"
-    assert parse(SMALL, ["steps=0", "rollout.group_size=1"]).steps == 0
+    assert parse(SMALL, ["steps=0", "rollout.group_size=1", "optimizer.warmup_steps=5"]).steps == 0
+    assert parse(SMALL, ["optimizer.warmup_steps=3"]).optimizer.warmup_steps == 3
+    assert parse(SMALL, ["rollout.group_size=1", PULL]).rollout.group_size == 1
+    assert parse(SMALL, [PULL, "kl.estimator=k1", "kl.unbiased=true"]).kl.estimator == "k1"
+    assert parse(SMALL, [PULL, "kl.estimator=k1", "kl.place=reward"]).kl.estimator == "k1"
+    assert parse(SMALL, ["loss.kind=policy_gradient", "loss.importance_cap=2"]).loss.kind == "policy_gradient"
+
+
+def test_a_default_that_is_written_down_is_no_contradiction() -> None:
+    """Whatever is accepted is accepted again after it was written with all its defaults."""
+    defaults = ["kl.coefficient=0", "kl.estimator=k3", "kl.place=loss", "kl.unbiased=false", "loss.clip_low=0.2"]
+    config = parse(SMALL, [*defaults, "loss.kind=policy_gradient"])
+    assert parse(dump(config)) == config == parse(SMALL, ["loss.kind=policy_gradient"])
+
+
+@pytest.mark.parametrize("key", ["model.dtype", "model.autocast"])
+def test_float16_is_refused_and_bfloat16_is_not(key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{key}: expected .*'bfloat16', found \"float16\"") as caught:
+        parse(SMALL, [f"{key}=float16"])
+    assert "float32" in str(caught.value.hint)
+    assert key.rpartition(".")[2] in parse(SMALL, [f"{key}=bfloat16"]).model.model_fields_set  # type: ignore[union-attr]
+
+
+def test_the_autocast_is_given_as_torchs_dtype_and_none_where_there_is_none() -> None:
+    assert parse(SMALL, ["model.autocast=bfloat16"]).autocast_dtype is torch.bfloat16
+    assert parse(SMALL).autocast_dtype is None
+    assert parse(SMALL, ["model=none"]).autocast_dtype is None
+
+
+def test_nested_mappings_are_checked_like_text_and_errors_name_where_they_are_from() -> None:
+    config = parse(SMALL)
+    assert checked(config.model_dump(exclude_none=True), where="here") == config
+    with pytest.raises(ConfigError, match=r"steps: expected a number .*found -1 \(an integer\) in here"):
+        checked({**config.model_dump(exclude_none=True), "steps": -1}, where="here")
+    with pytest.raises(ConfigError, match="never be reached, in here"):
+        checked({**config.model_dump(), "optimizer": {"learning_rate": 1.0, "warmup_steps": 4}}, where="here")
+
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("src/ramet/recipes/*.toml")), ids=lambda path: path.stem)
+def test_the_recipes_load_and_load_again_as_they_are_written(path: Path) -> None:
+    config = load(path)
+    assert parse(dump(config)) == config
 
 
 @pytest.mark.parametrize("override", ["steps", "=3", "a..b=1", ".a=1", ""])

@@ -7,6 +7,7 @@ groups of G of them, so nothing here is random and every tolerance (1e-12, float
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from ramet.losses import (
     policy_gradient,
     sequence_lengths,
     sequence_mean,
+    token_mean,
 )
 
 END, LONGEST = 2, 3
@@ -161,6 +163,121 @@ def test_clipped_at_ratio_one_is_the_policy_gradient() -> None:
         lambda x: mean_over(probabilities(POLICY), clipped(token_log_probs(x), start, per_row(SCORES), mask=MASK))
     )
     assert_exact(found, -gradient(expected_score))
+
+
+# Groups of two under their own objective ------------------------------------------------------------------------------
+
+LOW, HIGH = 0.2, 0.3
+CASES = {
+    "policy gradient": ("policy_gradient", POLICY),
+    "clipped at ratio one": ("clipped", POLICY),
+    "clipped off ratio one": ("clipped", SAMPLER),
+}
+"""The loss, and the sampler, which is also where the batch starts."""
+
+
+def by_hand(kind: str, mine: float, other: float) -> float:
+    """The advantage over the other member of a group of two, whose sample standard deviation is |mine - other| / √2."""
+    if kind == "leave_one_out":
+        return mine - other
+    return (mine - other) / 2 / (abs(mine - other) / math.sqrt(2) + 1e-6 if kind == "group_mean_std" else 1)
+
+
+def objective_of_pairs(logits: Tensor, sampler: Tensor, advantage: str, reduction: str) -> Tensor:
+    """The sum over all pairs of P(pair) * sum of min(ratio A, clip(ratio) A) / denominator, token by token."""
+    table = (logits.log_softmax(1) - sampler.log_softmax(1)).exp()
+    ratios = [[table[PREFIXES.index(s[:t]), token] for t, token in enumerate(s)] for s in SEQUENCES]
+    chances, scores = probabilities(sampler).tolist(), SCORES.tolist()
+    total = torch.zeros((), dtype=torch.float64)
+    for pair in itertools.product(range(len(SEQUENCES)), repeat=2):
+        for mine, other in (pair, pair[::-1]):
+            gain, length = by_hand(advantage, scores[mine], scores[other]), len(SEQUENCES[mine])
+            denominator = {
+                "constant_mean": 2 * LONGEST,
+                "sequence_mean": 2 * length,
+                "token_mean": length + len(SEQUENCES[other]),
+            }[reduction]
+            weight = chances[mine] * chances[other] / denominator
+            for ratio in ratios[mine]:
+                held = 1 - LOW if ratio < 1 - LOW else 1 + HIGH if ratio > 1 + HIGH else ratio
+                total = total + weight * min(ratio * gain, held * gain)
+    return total
+
+
+def estimate_of_pairs(case: str, advantage: str, reduction: str) -> Tensor:
+    """The expected gradient of the loss of a batch that is one pair, each pair a batch with its own denominator."""
+    kind, sampler = CASES[case]
+    pairs = torch.cartesian_prod(*[torch.arange(len(SEQUENCES))] * 2)
+    rows, groups = pairs.flatten(), torch.arange(len(pairs)).repeat_interleave(2)
+    start, chances, mask = token_log_probs(sampler)[rows], probabilities(sampler)[pairs].prod(1), MASK[rows]
+    estimator = {
+        "leave_one_out": leave_one_out,
+        "group_mean": group_mean,
+        "group_mean_std": functools.partial(group_mean, scale_by_std=True),
+    }[advantage]
+    gains = per_row(estimator(SCORES[rows], groups))
+
+    def loss(logits: Tensor) -> Tensor:
+        current = token_log_probs(logits)[rows]
+        if kind == "clipped":
+            per_token = clipped(current, start, gains, clip_low=LOW, clip_high=HIGH, mask=mask)
+        else:
+            per_token = policy_gradient(current, gains, mask=mask)
+        batches = zip(per_token.split(2), mask.split(2), strict=True)
+        return torch.stack([reduced(*batch, reduction) for batch in batches]) @ chances
+
+    return gradient(loss)
+
+
+def reduced(per_token: Tensor, mask: Tensor, reduction: str) -> Tensor:
+    if reduction == "constant_mean":
+        return constant_mean(per_token, sequences=2, max_tokens=LONGEST, mask=mask)
+    if reduction == "token_mean":
+        return token_mean(per_token, tokens=int(mask.sum()), mask=mask)
+    lengths = sequence_lengths(per_row(torch.arange(2)), mask=mask)
+    return sequence_mean(per_token, lengths, sequences=2, mask=mask)
+
+
+@pytest.mark.parametrize("reduction", ["constant_mean", "sequence_mean", "token_mean"])
+@pytest.mark.parametrize("advantage", ["leave_one_out", "group_mean", "group_mean_std"])
+@pytest.mark.parametrize("case", CASES)
+def test_each_loss_advantage_and_reduction_is_exact_for_its_own_objective(
+    case: str, advantage: str, reduction: str
+) -> None:
+    """The objective written out in plain loops over the 225 pairs, differentiated by autograd."""
+    exact = gradient(lambda x: objective_of_pairs(x, CASES[case][1], advantage, reduction))
+    assert exact.abs().max() > 1e-3
+    assert_exact(estimate_of_pairs(case, advantage, reduction), -exact)
+
+
+def test_off_ratio_one_the_cut_changes_the_gradient() -> None:
+    """The ratio alone has another gradient; the mean advantage over all partners is the score less the mean score."""
+    gains = per_row(SCORES - probabilities(SAMPLER) @ SCORES)
+    plain = gradient(
+        lambda x: mean_over(probabilities(SAMPLER), (token_log_probs(x) - token_log_probs(SAMPLER)).exp() * gains)
+    )
+    found = LONGEST * estimate_of_pairs("clipped off ratio one", "leave_one_out", "constant_mean")
+    assert relative(found, -plain) > 0.1
+
+
+@pytest.mark.parametrize("case", ["policy gradient", "clipped at ratio one"])
+def test_of_the_reductions_only_the_constant_one_descends_the_plain_objective(case: str) -> None:
+    """It is the exact gradient divided by its constant; no rescaling of the two others is (documented biases)."""
+    exact = -gradient(expected_score)
+    assert_exact(estimate_of_pairs(case, "leave_one_out", "constant_mean"), exact / LONGEST)
+    for reduction in ("sequence_mean", "token_mean"):
+        found = estimate_of_pairs(case, "leave_one_out", reduction)
+        cosine = float(torch.nn.functional.cosine_similarity(found.flatten(), exact.flatten(), dim=0))
+        assert 0.8 < cosine < 0.999
+
+
+def test_scaling_pairs_by_std_climbs_the_rate_of_beating_ones_frozen_self() -> None:
+    """P(better) - P(worse) against the sampler held fixed, over √2: by how much better does not matter."""
+    rivals = probabilities(POLICY)
+    better = (SCORES[:, None] - SCORES[None, :]).sign()
+    exact = gradient(lambda x: probabilities(x) @ better @ rivals)
+    found = group_gradient(2, functools.partial(group_mean, scale_by_std=True, eps=0.0))
+    assert_exact(found, -exact / math.sqrt(2))
 
 
 # Samples of another policy -------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from ramet.envs.llm import LLMEnv
+from ramet.errors import TooManyFailures
 from ramet.evaluation import Evaluation, difference, evaluate, rollout_records
 from ramet.forest import Forest
 from ramet.metrics import MetricsLog, paired_difference, read
@@ -22,7 +23,7 @@ from ramet.policies.policy import Policy
 from ramet.policies.scripted import ScriptedPolicy
 from ramet.policies.transformers import TransformersPolicy
 from ramet.prompts import Prompts
-from ramet.rollouts import collect, judge_rollouts, samples_of
+from ramet.rollouts import collect, first_failure, judge_rollouts, samples_of
 from ramet.tasks.judge import Judge
 from ramet.types import Completion, Draw, Outcome, Request, Sample, Sampling
 
@@ -122,8 +123,30 @@ def test_what_has_no_score_is_left_out_of_the_mean_and_its_record_says_why() -> 
     assert reasons[2] == ("abstained", "a tie")
 
 
+def test_problems_without_a_score_are_counted_by_why() -> None:
+    """One of six fails and two abstain, with each decoding: the mean over the other three says so."""
+    for scores in run(scripted(["1"] * 6), verdicts).held_out().values():
+        assert (scores["problems"], scores["failed"], scores["abstained"]) == (3, 1, 2)
+    late = run(scripted(["1"] * 6), lambda sample: Outcome.timed_out("60 s")).held_out()
+    assert [scores["failed"] for scores in late.values()] == [6, 6]
+    assert run(scripted(["1"] * 6)).held_out()["greedy"]["failed"] == 0
+
+
 def test_without_any_score_there_is_no_mean() -> None:
-    assert run(scripted(["1"] * 6), lambda sample: None).held_out() == {}
+    silent = {"score": None, "low": None, "high": None, "problems": 0, "failed": 0, "abstained": 6}
+    assert run(scripted(["1"] * 6), lambda sample: None).held_out() == {"greedy": silent, "sampled": silent}
+
+
+def test_a_decoding_that_nobody_asked_for_is_not_there() -> None:
+    assert list(run(scripted(["1"] * 6), lambda sample: None, decodings=("greedy",)).held_out()) == ["greedy"]
+
+
+def test_too_many_failures_raise_and_quote_the_first_that_failed() -> None:
+    """One of six is 17%; the first without a score has abstained, and is not to blame."""
+    with pytest.raises(TooManyFailures, match=r"before, step 0, greedy.* 17% .* allows 16%.*: the judge is out\n"):
+        run(scripted(["1"] * 6), verdicts, max_failed_fraction=0.16)
+    assert run(scripted(["1"] * 6), verdicts, max_failed_fraction=1 / 6).held_out()["greedy"]["failed"] == 1
+    assert run(scripted(["1"] * 6), lambda sample: None, max_failed_fraction=0.0).held_out()["greedy"]["failed"] == 0
 
 
 def with_scores(scores: dict[int, float]) -> Evaluation:
@@ -166,6 +189,7 @@ def test_an_evaluation_comes_back_from_its_records_through_a_file(tmp_path: Path
             log.append(record)
     again = Evaluation.from_records(read(tmp_path / "rollouts.jsonl"))
     assert again.scores == made.scores
+    assert (again.failed, again.abstained) == (made.failed, made.abstained)
     assert list(again.records) == [json.loads(json.dumps(record)) for record in made.records]
     assert again.held_out() == made.held_out()
 
@@ -189,6 +213,21 @@ def test_a_record_says_what_was_asked_answered_and_made_of_it() -> None:
         "decoding": "greedy",
     }
     assert [record["decoding"] for record in found.records] == ["greedy", "sampled"]
+
+
+def test_the_first_failure_is_that_of_a_rollout_that_failed() -> None:
+    forest = collect(
+        LLMEnv(from_text=False, eos_token_id=EOS), scripted(["1"] * 3), Prompts(ROWS, TOKENIZER).first(3),
+        sampling=Sampling(2), seed=0,
+    )  # fmt: skip
+    assert first_failure(forest) == "no reason given"
+    for rollout, outcome in zip(
+        forest.rollouts, (Outcome.abstained("a tie"), Outcome.timed_out("60 s"), Outcome.error("x")), strict=True
+    ):
+        rollout.outcome = outcome
+    assert first_failure(forest) == "60 s"
+    forest.rollouts[1].outcome = Outcome.error("")
+    assert first_failure(forest) == "no reason given"
 
 
 def test_a_rollout_is_described_only_once_it_is_judged() -> None:

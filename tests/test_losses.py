@@ -72,7 +72,7 @@ def test_clip_fraction_counts_the_tokens_without_gradient() -> None:
 
 
 def test_clipped_at_ratio_one_has_the_gradient_of_the_policy_gradient_even_without_room() -> None:
-    """With the range closed to 1 the token is on the edge, not over it."""
+    """With the range closed to 1 the token is on the edge, not over it. Tolerance 1e-12, float64."""
     advantages, weights = float64(1.0, -2.0, 0.0), float64(0.5, 1.0, 2.0)
     for room in (0.0, 0.2):
         log_probs = float64(-1.0, -0.3, -4.0).requires_grad_()
@@ -161,6 +161,7 @@ def test_mismatch_by_hand() -> None:
 
 
 def test_masked_slots_have_weight_zero_and_no_part_in_the_mismatch() -> None:
+    """Weights 1 and exp(0.5), tolerance 1e-12, float64; the mismatch is that of the rest, exactly."""
     start, sampler = spoil(-1.0, -2.0), spoil(-1.0, -2.5)
     found = importance_weights(start, sampler, cap=10.0, mask=MASK)
     torch.testing.assert_close(found, float64(1.0, 0.0, math.exp(0.5), 0.0, 0.0), rtol=0, atol=1e-12)

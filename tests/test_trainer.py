@@ -23,8 +23,12 @@ import torch
 from transformers import LlamaForCausalLM
 
 from ramet import learner
+from ramet.checkpoint import RunState, read_state
 from ramet.config import Section, TrainConfig, load, parse, settings
+from ramet.errors import ConfigError
 from ramet.events import CheckpointWritten, Evaluated, Event, RunEnded, RunStarted, StepDone, WarmStartStep
+from ramet.forest import Forest
+from ramet.learner import Batch
 from ramet.metrics import read
 from ramet.models.tiny import tiny_llama, tiny_tokenizer
 from ramet.policies.transformers import TransformersPolicy
@@ -188,6 +192,52 @@ def test_resuming_a_finished_run_changes_nothing(tmp_path: Path) -> None:
     assert files(again.folder) == before
 
 
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ("optimizer.weight_decay=0.5", "optimizer.weight_decay"),
+        ("seed=1", "seed"),
+        ("rollout.group_size=4", "rollout.group_size"),
+    ],
+)
+def test_a_run_goes_on_with_the_settings_it_was_started_with(change: str, key: str, tmp_path: Path) -> None:
+    trainer(config(tmp_path, "steps=2")).train()
+    before = files(tmp_path / "run")
+    with pytest.raises(ConfigError, match=f"^{key} was .* when the run was started"):
+        trainer(config(tmp_path, "steps=3", change), resume=True).train()
+    assert files(tmp_path / "run") == before
+    trainer(config(tmp_path, "steps=3", "checkpoint.every=1"), resume=True).train()
+    assert load(tmp_path / "run" / "config.toml").steps == 3
+
+
+def test_a_run_that_fails_before_its_first_step_leaves_no_folder_in_the_way(tmp_path: Path) -> None:
+    def stop(event: Event) -> None:
+        if isinstance(event, RunStarted):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        trainer(config(tmp_path), watcher=stop).train()
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_rollouts_of_a_step_that_fails_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError("no room for the gradient")
+
+    monkeypatch.setattr("ramet.trainer.update", fail)
+    with pytest.raises(MemoryError):
+        trainer(config(tmp_path)).train()
+    trained = [line for line in read(tmp_path / "run" / "rollouts.jsonl") if line["when"] == "train"]
+    assert [line["step"] for line in trained] == [1] * 6
+
+
+def test_the_tokenizers_eos_ends_a_completion_as_the_models_does(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.eos_token = "!"
+    made = Trainer(model(), PROMPTS, low_ids, tokenizer=tokenizer, config=config(tmp_path))
+    assert made.policy.eos_ids == {TOKENIZER.eos_token_id, tokenizer.convert_tokens_to_ids("!")}
+
+
 def test_a_finished_run_can_be_made_longer(tmp_path: Path) -> None:
     """Its evaluation at the old end counts no more; the one that stands there in a longer run is made up for."""
     trainer(config(tmp_path / "long", "steps=4")).train()
@@ -328,6 +378,59 @@ def test_every_prompt_comes_once_an_epoch_with_all_its_members(tmp_path: Path) -
     )
 
 
+@pytest.fixture
+def updates(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Forest, Batch]]:
+    """What each update learns from."""
+    found: list[tuple[Forest, Batch]] = []
+    plain = learner.update
+
+    def update(model: Any, optimizer: Any, forest: Forest, batch: Batch, settings: TrainConfig) -> dict[str, float]:
+        found.append((forest, batch))
+        return plain(model, optimizer, forest, batch, settings)
+
+    monkeypatch.setattr("ramet.trainer.update", update)
+    return found
+
+
+def test_every_token_carries_the_number_of_updates_before_it(
+    tmp_path: Path, updates: list[tuple[Forest, Batch]]
+) -> None:
+    """One for each step, whatever the step's own updates; a run that goes on goes on counting."""
+    changes = ["steps=4", "optimizer.updates_per_step=2"]
+    trainer(config(tmp_path, *changes), watcher=interrupt_after(3)).train()
+    assert read_state(tmp_path / "run" / "checkpoints" / "step-000003") == RunState(step=3, position=6, version=3)
+    trainer(config(tmp_path, *changes), resume=True).train()
+    assert read_state(tmp_path / "run" / "checkpoints" / "step-000004") == RunState(step=4, position=8, version=4)
+    assert len(updates) == 4
+    for step, (forest, batch) in enumerate(updates, start=1):
+        assert set(batch.sampled.versions.tolist()) == {step - 1}
+        assert set(forest.sampled(range(len(forest.rollouts))).versions.tolist()) == {step - 1}
+
+
+def test_an_eos_is_trained_on_once_and_a_full_length_answer_has_its_own_tokens_alone(
+    tmp_path: Path, updates: list[tuple[Forest, Batch]]
+) -> None:
+    """Half of the vocabulary ends a text, so that both happen: what was said is trained on, as it was said."""
+    handed, eos = model(), set(range(50))
+    handed.generation_config.eos_token_id = sorted(eos)
+    settings = config(tmp_path, "steps=1", "rollout.group_size=12")
+    Trainer(handed, PROMPTS, low_ids, tokenizer=TOKENIZER, config=settings).train()
+    records = read(tmp_path / "run" / "rollouts.jsonl")
+    [(forest, batch)] = updates
+    assert batch.rollouts == list(range(24))
+    full = 0
+    for number, record in enumerate(records):
+        trained = forest.tokens[batch.sampled.index[batch.sampled.row == number]].tolist()
+        assert trained == record["completion_tokens"]
+        assert forest.path(number).tolist() == [*TOKENIZER(record["prompt"])["input_ids"], *trained]
+        assert eos.isdisjoint(trained[:-1])
+        assert (trained[-1] in eos) == (record["stop"] == "eos")
+        if record["stop"] != "eos":
+            assert len(trained) == 3
+            full += 1
+    assert 0 < full < 24
+
+
 def test_held_out_prompts_are_never_trained_on_and_share_no_random_numbers_with_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -396,7 +499,7 @@ def test_the_reference_is_the_model_before_the_first_step(tmp_path: Path) -> Non
     assert any(not torch.equal(value, start[name]) for name, value in handed.state_dict().items())
 
 
-@pytest.mark.parametrize(("schedule", "expected"), [("constant", [0.5, 1, 1, 1]), ("linear", [0.5, 0.75, 0.5, 0.25])])
+@pytest.mark.parametrize(("schedule", "expected"), [("constant", [0.5, 1, 1, 1]), ("linear", [0.5, 1, 1, 0.5])])
 def test_the_learning_rate_is_a_function_of_the_step(schedule: str, expected: list[float], tmp_path: Path) -> None:
     changes = ["steps=4", "optimizer.warmup_steps=2", f"optimizer.schedule={schedule}", "optimizer.learning_rate=1.0"]
     Trainer(model(), PROMPTS, low_ids, tokenizer=TOKENIZER, config=config(tmp_path, *changes)).train()

@@ -7,9 +7,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ramet.config import ModelConfig, RolloutConfig, TrainConfig
+from ramet.config import ModelConfig, RolloutConfig, TrainConfig, checked
 from ramet.errors import ConfigError, ModelError
 from ramet.models import check_vocabulary, load_model, pick_device
+from ramet.models.load import DTYPES
 from ramet.policies.transformers import context_length
 
 if TYPE_CHECKING:
@@ -21,8 +22,8 @@ def model_of(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, ModelConfig]:
     """Load what is a name, check what is given, and say in a section of the configuration which model it is.
 
-    Raises `ModelError` for a model or tokenizer that can not be had or do not fit together, `ConfigError` for a section
-    `config.model` that speaks of another model.
+    Raises `ModelError` for a model or tokenizer that can not be had, do not fit together or are in a precision that
+    can not be trained, `ConfigError` for a section `config.model` that speaks of another model.
     """
     if isinstance(model, (str, Path)):
         section = config.model or ModelConfig(name=str(model))
@@ -48,7 +49,7 @@ def model_of(
         tokenizer = _tokenizer_of(origin)
     check_vocabulary(model, tokenizer)
     model.eval()  # type: ignore[no-untyped-call]
-    return model, tokenizer, _section_of(model, origin or type(model).__name__, config.model)
+    return model, tokenizer, _section_of(model, origin or type(model).__name__, config)
 
 
 def _tokenizer_of(origin: str) -> PreTrainedTokenizerBase:
@@ -67,11 +68,17 @@ def _tokenizer_of(origin: str) -> PreTrainedTokenizerBase:
     return found
 
 
-def _section_of(model: PreTrainedModel, name: str, given: ModelConfig | None) -> ModelConfig:
+def _section_of(model: PreTrainedModel, name: str, config: TrainConfig) -> ModelConfig:
     """Describe a model that is there already; refuse settings that would have been for loading another."""
+    for parameter_name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and parameter.dtype not in DTYPES.values():
+            raise ModelError(
+                f"weights are trained in {' or '.join(DTYPES)}: found {parameter_name} in "
+                f"{str(parameter.dtype).removeprefix('torch.')}",
+                hint='give model.float(), and set model.autocast = "bfloat16" if it should be fast',
+            )
     found = {"dtype": str(model.dtype).removeprefix("torch."), "device": model.device.type}
-    if given is None:
-        return ModelConfig(name=name).model_copy(update=found)
+    given = config.model or ModelConfig(name=name)
     for key in ("attention", "revision", "options"):
         if getattr(given, key):
             raise ConfigError(
@@ -85,7 +92,11 @@ def _section_of(model: PreTrainedModel, name: str, given: ModelConfig | None) ->
                 f"model.{key} is {asked!r}, and the model that was given has {value!r}",
                 hint=f"leave model.{key} out, or move the model",
             )
-    return given.model_copy(update=found)
+    # The whole tree is checked again, as it is when the run's config.toml is read back.
+    tree = {**config.model_dump(exclude_none=True), "model": {**given.model_dump(exclude_none=True), **found}}
+    section = checked(tree, where="the settings of the model that was given").model
+    assert section is not None
+    return section
 
 
 def prompt_limit(model: PreTrainedModel, rollout: RolloutConfig) -> int | None:
@@ -110,7 +121,12 @@ def stop_ids(tokenizer: PreTrainedTokenizerBase, stops: Iterable[str]) -> tuple[
     """Return the token of each stop string; raise `ConfigError` for one that is not one token."""
     found = []
     for stop in stops:
-        ids = tokenizer(stop, add_special_tokens=False)["input_ids"]
+        ids = list(tokenizer(stop, add_special_tokens=False)["input_ids"])
+        if len(ids) > 1:
+            # Some tokenizers mark the start of a text: what counts is the string behind other text.
+            before = list(tokenizer("=", add_special_tokens=False)["input_ids"])
+            behind = list(tokenizer("=" + stop, add_special_tokens=False)["input_ids"])
+            ids = behind[len(before) :] if behind[: len(before)] == before else ids
         if len(ids) != 1:
             raise ConfigError(
                 f"rollout.stop: {stop!r} is {len(ids)} tokens ({ids}) for this tokenizer, and a stop must be one",

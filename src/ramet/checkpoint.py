@@ -11,14 +11,15 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ramet.errors import CheckpointError
+from ramet.config import TrainConfig
+from ramet.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -134,6 +135,34 @@ def read_state(checkpoint: Path) -> RunState:
         return RunState(**json.loads((checkpoint / STATE).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(f"{checkpoint / STATE} is not the state of a run: {error}") from error
+
+
+FREE_ON_RESUME = (
+    *("name", "runs", "steps", "threads", "evaluation", "checkpoint"),
+    *("model.device", "rollout.max_failed_fraction"),
+)
+"""What may change when a run goes on; everything else would make it another run."""
+
+
+def refuse_other_settings(before: TrainConfig, now: TrainConfig, *, free: Sequence[str] = ()) -> None:
+    """Raise `ConfigError` where a run goes on with other settings than it was started with; `free` ones may change."""
+    old, new = dict(_leaves(before.model_dump())), dict(_leaves(now.model_dump()))
+    for key in sorted(old.keys() | new.keys()):
+        may_change = any(key == allowed or key.startswith(f"{allowed}.") for allowed in (*FREE_ON_RESUME, *free))
+        if not may_change and old.get(key) != new.get(key):
+            raise ConfigError(
+                f"{key} was {old.get(key)!r} when the run was started, and is {new.get(key)!r} now",
+                hint=f"ramet train {now.folder} --resume goes on with the run's own settings; "
+                "a run with others needs another name",
+            )
+
+
+def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
 
 
 def load_weights(checkpoint: Path, model: PreTrainedModel) -> None:

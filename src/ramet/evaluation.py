@@ -3,50 +3,67 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from ramet.envs.env import EnvBase
+from ramet.errors import TooManyFailures
 from ramet.forest import Forest
 from ramet.metrics import Interval, mean_interval, paired_difference
 from ramet.policies.policy import Policy
 from ramet.prompts import Prompts
-from ramet.rollouts import collect, judge_rollouts, samples_of
+from ramet.rollouts import collect, first_failure, judge_rollouts, samples_of
 from ramet.tasks.judge import Judge
-from ramet.types import Sample, Sampling
+from ramet.types import OutcomeKind, Sample, Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Decoding: TypeAlias = Literal["greedy", "sampled"]
 TEMPERATURES: Mapping[Decoding, float] = {"greedy": 0.0, "sampled": 1.0}
-"""Both are always scored: greedy shows what the model thinks best, sampled what it does in training."""
+"""Greedy shows what the model thinks best, sampled its own distribution, whatever temperature training samples at."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Scores by decoding and problem (the number of the held-out row), and a record of each rollout."""
+    """Scores by decoding and problem (the number of the held-out row), and a record of each rollout.
+
+    `failed` and `abstained` count, by decoding, the problems that have no score: those of an error or a time-out, and
+    those that the reward gave none.
+    """
 
     scores: Mapping[Decoding, Mapping[int, float]]
     records: Sequence[Mapping[str, Any]]
+    failed: Mapping[Decoding, int] = field(default_factory=dict)
+    abstained: Mapping[Decoding, int] = field(default_factory=dict)
 
-    def held_out(self) -> dict[str, dict[str, float]]:
-        """Return score, 95% interval and number of problems for each decoding that has a score."""
-        intervals = {name: mean_interval(list(by.values())) for name, by in self.scores.items() if by}
-        return {
-            name: {"score": mean.value, "low": mean.low, "high": mean.high, "problems": len(self.scores[name])}
-            for name, mean in intervals.items()
-        }
+    def held_out(self) -> dict[str, dict[str, Any]]:
+        """Return score, 95% interval and number of problems for each decoding, and how many have no score, and why.
+
+        Where no problem has a score, `score`, `low` and `high` are None and `problems` is 0. A decoding that nobody
+        asked for is left out.
+        """
+        found: dict[str, dict[str, Any]] = {}
+        for name, by in self.scores.items():
+            failed, abstained = self.failed.get(name, 0), self.abstained.get(name, 0)
+            if by or failed or abstained:
+                score, low, high = mean_interval(list(by.values())) if by else (None, None, None)
+                counts = {"problems": len(by), "failed": failed, "abstained": abstained}
+                found[name] = {"score": score, "low": low, "high": high, **counts}
+        return found
 
     @classmethod
     def from_records(cls, records: Iterable[Mapping[str, Any]]) -> Evaluation:
         """Rebuild an evaluation from what `rollouts.jsonl` holds of it."""
         kept = list(records)
-        scores: dict[Decoding, dict[int, float]] = {
-            name: {r["group"]: r["score"] for r in kept if r["decoding"] == name and r["score"] is not None}
-            for name in TEMPERATURES
-        }
-        return cls(scores, kept)
+        scores, failed, abstained = {}, {}, {}
+        for name in TEMPERATURES:
+            own = [record for record in kept if record["decoding"] == name]
+            kinds = [OutcomeKind(record["outcome"]) for record in own]
+            scores[name] = {record["group"]: record["score"] for record in own if record["score"] is not None}
+            failed[name] = sum(kind.failed for kind in kinds)
+            abstained[name] = kinds.count(OutcomeKind.ABSTAINED)
+        return cls(scores, kept, failed, abstained)
 
 
 def difference(before: Evaluation, after: Evaluation, decoding: Decoding) -> Interval | None:
@@ -69,11 +86,13 @@ def evaluate(
     when: str,
     step: int,
     decodings: Iterable[Decoding] = tuple(TEMPERATURES),
+    max_failed_fraction: float = 1.0,
 ) -> Evaluation:
     """Score the first `problems` rows of `prompts`, one completion each, with each decoding.
 
     `sampling` gives limits and stops; its temperature is replaced. A rollout without a score (abstained, failed) is
-    left out of the mean, and its record says why.
+    left out of the mean and counted, and its record says why. Raises `TooManyFailures` where a larger fraction than
+    `max_failed_fraction` failed under one decoding; who abstains has not failed.
     """
     records = []
     for decoding in decodings:
@@ -81,7 +100,13 @@ def evaluate(
         forest = collect(env, policy, prompts.first(problems), sampling=draw, seed=seed)
         numbers = range(len(forest.rollouts))
         samples = samples_of(forest, numbers, prompts, tokenizer)
-        judge_rollouts(forest, samples, numbers, judge)
+        failed = judge_rollouts(forest, samples, numbers, judge)
+        if failed > max_failed_fraction:
+            raise TooManyFailures(
+                f"evaluation ({when}, step {step}, {decoding}): {failed:.0%} of the rollouts failed, and "
+                f"max_failed_fraction allows {max_failed_fraction:.0%}; the first says: {first_failure(forest)}",
+                hint=f"mend the reward {judge.name}, or allow more failures",
+            )
         records += [{**r, "decoding": decoding} for r in rollout_records(forest, samples, when=when, step=step)]
     return Evaluation.from_records(records)
 

@@ -3,7 +3,7 @@
     RunStarted -> (WarmStartStep* -> WarmStarted)? -> Evaluated("before")
                -> (StepDone | Evaluated("during") | CheckpointWritten)* -> Evaluated("after") -> RunEnded
 
-    Stopping, at any time: Ctrl-C was heard
+    Stopping, once the steps have begun: Ctrl-C was heard
 
 A watcher is a function of one event. A run that stops early ends without a `RunEnded`.
 """
@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-Scores: TypeAlias = Mapping[str, Mapping[str, float]]
-"""By decoding ("greedy", "sampled"): `score`, the ends `low` and `high` of its 95% interval, `problems`."""
+Scores: TypeAlias = Mapping[str, Mapping[str, Any]]
+"""By decoding ("greedy", "sampled"): `score`, the ends `low` and `high` of its 95% interval, the number of `problems`
+scored, and of those that `failed` or `abstained`; score and interval are None where no problem has a score."""
 
 
 When: TypeAlias = Literal["before", "during", "after"]

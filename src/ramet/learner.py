@@ -16,8 +16,6 @@ from ramet.errors import ForestError, ModelError
 from ramet.forest import Forest, Sampled, Scores, score
 from ramet.kl import kl, kl_in_loss, kl_penalty
 
-DTYPES = {"": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
 
 @dataclass(slots=True)
 class Batch:
@@ -128,14 +126,18 @@ def _score(
         temperature=config.rollout.temperature,
         entropy=entropy,
         max_tokens=config.optimizer.micro_batch_tokens,
-        autocast=None if config.model is None else DTYPES[config.model.autocast],
+        autocast=config.autocast_dtype,
     )
 
 
 def update(
     model: nn.Module, optimizer: torch.optim.Optimizer, forest: Forest, batch: Batch, config: TrainConfig
 ) -> dict[str, float]:
-    """Take the optimiser steps of one batch; return what is worth logging."""
+    """Take the optimiser steps of one batch; return what is worth logging.
+
+    `trained_on` counts the rollouts that entered; where none did, nothing else is said. Raises `ModelError` as
+    `checked_step` does.
+    """
     totals: dict[str, float] = {"loss": 0.0, "clip_fraction": 0.0, "grad_norm": 0.0}
     updates = 0
     for epoch in range(config.optimizer.epochs_per_step):
@@ -145,8 +147,8 @@ def update(
             for name, value in logged.items():
                 totals[name] += value
     if updates == 0:
-        return {}
-    logged = {name: value / updates for name, value in totals.items()}
+        return {"trained_on": 0}
+    logged = {"trained_on": len(batch.rollouts), **{name: value / updates for name, value in totals.items()}}
     gap = losses.mismatch(batch.start, batch.sampled.log_probs)
     logged |= {"mismatch_kl": gap.kl, "mismatch_max": gap.largest, "entropy": float(batch.entropy.mean())}
     if batch.reference is not None:
@@ -189,14 +191,31 @@ def _one_update(
         loss.backward()  # type: ignore[no-untyped-call]
         logged["loss"] += float(loss.detach())
         logged["clip_fraction"] += held
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.gradient_clip)
+    return {**logged, "grad_norm": checked_step(model, optimizer, config.optimizer.gradient_clip)}
+
+
+def checked_step(model: nn.Module, optimizer: torch.optim.Optimizer, clip: float) -> float:
+    """Clip the gradient to the norm `clip`, step, and return the norm before clipping.
+
+    Raises `ModelError` for a norm that is not finite, with the weights as they were, and for weights that the step made
+    infinite or NaN.
+    """
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
     if not bool(norm.isfinite()):
         raise ModelError(
             f"the norm of the gradient is {float(norm)}: the update would turn all weights into NaN, and was not taken",
             hint="lower optimizer.learning_rate, raise kl.coefficient, or use float32 weights",
         )
     optimizer.step()
-    return {**logged, "grad_norm": float(norm)}
+    moved = [(name, p.detach().isfinite().all()) for name, p in model.named_parameters() if p.grad is not None]
+    broken = [name for name, finite in moved if not bool(finite)]
+    if broken:
+        raise ModelError(
+            f"the update made weights that are not finite, in {len(broken)} of {len(moved)} parameters, "
+            f"the first in {broken[0]}",
+            hint="go back to the last checkpoint with a lower learning rate or float32 weights",
+        )
+    return float(norm)
 
 
 def _loss(

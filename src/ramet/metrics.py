@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-from ramet.errors import DataError
+from ramet.errors import CheckpointError, DataError
 
 Z = 1.959963984540054  # 97.5% of a normal distribution lies below
 # 97.5% of Student's t lies below, for 1 to 30 degrees of freedom.
@@ -100,25 +100,33 @@ class MetricsLog:
         self._file: TextIO = path.open("a", encoding="ascii")
 
     def append(self, entry: Mapping[str, Any]) -> None:
-        """Write one line. Raises `ValueError` without an integer `step`, `TypeError` for what JSON cannot hold."""
+        """Write one line. Raises `ValueError` without an integer `step`, `TypeError` for what JSON cannot hold.
+
+        Raises `CheckpointError` where the disk takes no more.
+        """
         step = entry.get("step")
         if not isinstance(step, int) or isinstance(step, bool):
             raise ValueError(f'each entry has an integer "step": found {step!r}')
         # ASCII: a lone surrogate in a model's text becomes an escape, where UTF-8 would refuse it.
-        self._file.write(json.dumps(_finite(entry, "entry"), allow_nan=False) + "\n")
-        self._file.flush()
+        line = json.dumps(finite(entry, "entry"), allow_nan=False) + "\n"
+        try:
+            self._file.write(line)
+            self._file.flush()
+        except OSError as error:
+            hint = "make room and go on with resume: what was written before is whole"
+            raise CheckpointError(f"{self.path} can not be written: {error}", hint=hint) from error
 
-    def rewind(self, step: int) -> None:
-        """Keep the entries before `step` alone."""
-        self.keep(lambda entry: bool(entry["step"] < step))
+    def extend(self, entries: Iterable[Mapping[str, Any]]) -> None:
+        """Write one line for each entry."""
+        for entry in entries:
+            self.append(entry)
 
     def keep(self, wanted: Callable[[Mapping[str, Any]], bool]) -> None:
         """Keep the entries that are `wanted` alone, all at once: a crash leaves the old file or the new one."""
         self._file.close()
-        kept = [json.dumps(entry) + "\n" for entry in read(self.path) if wanted(entry)]
         partial = self.path.with_name(self.path.name + ".partial")
         with partial.open("w", encoding="ascii") as file:
-            file.writelines(kept)
+            file.writelines(json.dumps(entry) + "\n" for entry in entries(self.path) if wanted(entry))
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, self.path)
@@ -136,21 +144,27 @@ class MetricsLog:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Return the entries of a file of JSON lines; a last line without its line break was cut short and is left out.
+    """Return all `entries` of a file of JSON lines."""
+    return list(entries(path))
+
+
+def entries(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the entries of a file of JSON lines; a last line without its line break was cut short and is left out.
 
     Raises `DataError`, naming file and line, for any other line that is no JSON object.
     """
-    entries: list[dict[str, Any]] = []
-    text = path.read_bytes().decode("utf-8", errors="backslashreplace")
-    for number, line in enumerate(text.split("\n")[:-1], start=1):
-        try:
-            entry = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{path}, line {number}: expected a JSON object, found {line[:60]!r}") from error
-        if not isinstance(entry, dict):
-            raise DataError(f"{path}, line {number}: expected a JSON object, found {line[:60]!r}")
-        entries.append(entry)
-    return entries
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.endswith(b"\n"):
+                return
+            text = line[:-1].decode("utf-8", errors="backslashreplace")
+            try:
+                entry = json.loads(text)
+            except json.JSONDecodeError as error:
+                raise DataError(f"{path}, line {number}: expected a JSON object, found {text[:60]!r}") from error
+            if not isinstance(entry, dict):
+                raise DataError(f"{path}, line {number}: expected a JSON object, found {text[:60]!r}")
+            yield entry
 
 
 def _check(values: Sequence[float], name: str) -> None:
@@ -182,12 +196,12 @@ def _student_quantile(freedom: int) -> float:
     return Z + first / freedom + second / freedom**2 + third / freedom**3
 
 
-def _finite(value: Any, where: str) -> Any:
+def finite(value: Any, where: str) -> Any:
     """Return `value` as JSON can hold it; numbers that are not finite become None."""
     if isinstance(value, Mapping):
-        return {str(key): _finite(inner, f"{where}.{key}") for key, inner in value.items()}
+        return {str(key): finite(inner, f"{where}.{key}") for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(inner, f"{where}[{index}]") for index, inner in enumerate(value)]
+        return [finite(inner, f"{where}[{index}]") for index, inner in enumerate(value)]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if value is None or isinstance(value, (str, int)):

@@ -15,7 +15,7 @@ from ramet.forest import Forest
 from ramet.policies.policy import Policy, by_row
 from ramet.prompts import Prompts
 from ramet.tasks.judge import Judge
-from ramet.types import Completion, Draw, Key, Kind, OutcomeKind, Request, Sample, Sampling, StopReason
+from ramet.types import Completion, Draw, Key, Kind, Request, Sample, Sampling, StopReason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -157,5 +157,12 @@ def judge_rollouts(forest: Forest, samples: Sequence[Sample], rollouts: Sequence
     outcomes = judge(samples)
     for number, outcome in zip(rollouts, outcomes, strict=True):
         forest.rollouts[number].outcome = outcome
-    failed = sum(outcome.kind in (OutcomeKind.ERROR, OutcomeKind.TIMED_OUT) for outcome in outcomes)
+    failed = sum(outcome.kind.failed for outcome in outcomes)
     return failed / max(1, len(outcomes))
+
+
+def first_failure(forest: Forest) -> str:
+    """Return the reason of the first rollout that failed (an error or a time-out), for a message to quote."""
+    outcomes = [rollout.outcome for rollout in forest.rollouts if rollout.outcome is not None]
+    reasons = [outcome.reason for outcome in outcomes if outcome.kind.failed]
+    return reasons[0] if reasons and reasons[0] else "no reason given"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,21 +22,22 @@ from ramet.checkpoint import (
     load_weights,
     newest_checkpoint,
     read_state,
+    refuse_other_settings,
     save_checkpoint,
     save_model,
 )
-from ramet.config import TaskConfig, TrainConfig, dump
+from ramet.config import TaskConfig, TrainConfig, dump, load
 from ramet.envs.llm import LLMEnv
 from ramet.errors import CheckpointError, ConfigError, RunExists, TooManyFailures
 from ramet.evaluation import Evaluation, difference, evaluate, rollout_records
 from ramet.events import CheckpointWritten, Evaluated, Event, RunEnded, RunStarted, StepDone, Stopping, When
 from ramet.interrupts import interrupts
-from ramet.learner import DTYPES, prepare, reward_metrics, update
-from ramet.metrics import MetricsLog, read
+from ramet.learner import prepare, reward_metrics, update
+from ramet.metrics import MetricsLog, entries, finite
 from ramet.policies.transformers import TransformersPolicy, eos_ids_of
 from ramet.prompts import Prompts, read_rows, refuse_shared
 from ramet.prompts.prompts import Row
-from ramet.rollouts import collect, judge_rollouts, samples_of
+from ramet.rollouts import collect, first_failure, judge_rollouts, samples_of
 from ramet.tasks import Judge, Reward, Task, build_task
 from ramet.types import Sampling
 from ramet.warm_start import split_rows, warm_start
@@ -124,20 +127,21 @@ class Trainer:
         self.model, self.tokenizer, self._model_config = model_of(model, tokenizer, config)
         named = {"model": self._model_config, "task": config.task or TaskConfig(name=task.name)}
         self.config = config.model_copy(update=named)
+        self._task_is_named = config.task is not None
         rollout = config.rollout
         self.sampling = Sampling(rollout.max_new_tokens, rollout.temperature, stop_ids(self.tokenizer, rollout.stop))
         self._prompt_limit = prompt_limit(self.model, rollout)
-        self.prompts = self._prompts_of(task.train)
-        self.held_out = self._prompts_of(task.held_out) if task.held_out else None
+        self.prompts = self._prompts_of(task.train, "training row")
+        self.held_out = self._prompts_of(task.held_out, "held-out row") if task.held_out else None
         if config.warm_start is not None:
             split_rows(task, self.prompts.rows, config.warm_start)  # refused here, before anything is written
         self.judge = Judge(task.reward)
         own_eos = [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
         self.policy = TransformersPolicy(
             self.model,
-            eos_ids=eos_ids_of(self.model) or own_eos,
+            eos_ids=[*eos_ids_of(self.model), *own_eos],
             rows_per_batch=rollout.rows_per_batch or rollout.prompts_per_step * rollout.group_size,
-            autocast=DTYPES[self._model_config.autocast],
+            autocast=self.config.autocast_dtype,
         )
         eos = min(self.policy.eos_ids, default=None)
         self.env = LLMEnv(from_text=False, eos_token_id=-1 if eos is None else eos)
@@ -151,9 +155,15 @@ class Trainer:
         self.optimizer.register_step_pre_hook(self._note_that_weights_move)
         self._evaluations: dict[tuple[When, int], Evaluation] = {}
 
-    def _prompts_of(self, rows: Sequence[Row]) -> Prompts:
-        too_long = self.config.rollout.too_long
-        return Prompts(rows, self.tokenizer, seed=self.config.seed, limit=self._prompt_limit, too_long=too_long)
+    def _prompts_of(self, rows: Sequence[Row], called: str = "row") -> Prompts:
+        return Prompts(
+            rows,
+            self.tokenizer,
+            seed=self.config.seed,
+            limit=self._prompt_limit,
+            too_long=self.config.rollout.too_long,
+            called=called,
+        )
 
     # ---------------------------------------------------------------- the loop
 
@@ -165,8 +175,9 @@ class Trainer:
         """
         began = time.monotonic()
         folder = self._open_folder()
-        with MetricsLog(folder / "metrics.jsonl") as log, MetricsLog(folder / "rollouts.jsonl") as rollouts:
-            state, reference = self._resumed(log, rollouts) if self._resume else self._started(folder)
+        logs = MetricsLog(folder / "metrics.jsonl"), MetricsLog(folder / "rollouts.jsonl")
+        with logs[0] as log, logs[1] as rollouts, contextlib.closing(self.judge):
+            state, reference = self._resumed(log, rollouts) if self._resume else self._started_or_undone(folder)
             saved = state if self._resume else None
             ended_before = self._resume and state.step == self.config.steps and not self._due(state.step)
             with interrupts(lambda: self._watch(Stopping())) as interrupted:
@@ -204,13 +215,15 @@ class Trainer:
         samples = samples_of(forest, numbers, self.prompts, self.tokenizer)
         failed = judge_rollouts(forest, samples, numbers, self.judge)
         if failed > config.rollout.max_failed_fraction:
-            reasons = [r.outcome.reason for r in forest.rollouts if r.outcome is not None and r.outcome.reason]
+            rollouts.extend(rollout_records(forest, samples, when="train", step=step))
             raise TooManyFailures(
                 f"step {step}: {failed:.0%} of the rollouts failed, and rollout.max_failed_fraction allows "
-                f"{config.rollout.max_failed_fraction:.0%}; the first says: {reasons[0]}",
+                f"{config.rollout.max_failed_fraction:.0%}; the first says: {first_failure(forest)}",
                 hint=f"mend the reward {self.judge.name} and go on with resume, or raise rollout.max_failed_fraction",
             )
         batch = prepare(self.model, reference, forest, config, step=step)
+        # Written before a weight moves: what fails after this loses no rollout.
+        rollouts.extend(rollout_records(forest, samples, when="train", step=step))
         rate = self._set_learning_rate(step)
         logged = update(self.model, self.optimizer, forest, batch, config)
         self.policy.version += 1
@@ -224,8 +237,6 @@ class Trainer:
             "tokens_per_second": sampled / seconds,
             "seconds": seconds,
         }
-        for record in rollout_records(forest, samples, when="train", step=step):
-            rollouts.append(record)
         log.append(metrics)
         return RunState(step, state.position + config.rollout.prompts_per_step, self.policy.version), metrics
 
@@ -233,8 +244,8 @@ class Trainer:
         """Set and return the rate, a function of the step, so that resuming needs no memory of it."""
         warmup, steps = self.config.optimizer.warmup_steps, self.config.steps
         share = min(1.0, step / warmup) if warmup else 1.0
-        if self.config.optimizer.schedule == "linear":
-            share *= (steps - step + 1) / steps
+        if self.config.optimizer.schedule == "linear" and step > warmup:
+            share = (steps - step + 1) / (steps - warmup)
         rate = self.config.optimizer.learning_rate * share
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -246,6 +257,10 @@ class Trainer:
         folder = self.config.folder
         if self._resume:
             newest_checkpoint(folder / "checkpoints")
+            # A task that was handed over has its reward's name, and a reward may be mended.
+            free = () if self._task_is_named else ("task",)
+            refuse_other_settings(load(folder / "config.toml"), self.config, free=free)
+            (folder / "config.toml").write_text(dump(self.config), encoding="utf-8")
             return folder
         try:
             folder.mkdir(parents=True)
@@ -258,6 +273,14 @@ class Trainer:
             raise ConfigError(f"the run folder {folder} can not be made: {error}", hint="set runs and name") from error
         (folder / "config.toml").write_text(dump(self.config), encoding="utf-8")
         return folder
+
+    def _started_or_undone(self, folder: Path) -> tuple[RunState, PreTrainedModel]:
+        """Start a run; where that fails or is interrupted, its folder goes, for there is nothing in it to resume."""
+        try:
+            return self._started(folder)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
 
     def _started(self, folder: Path) -> tuple[RunState, PreTrainedModel]:
         self._watch(self._run_started(first_step=1))
@@ -295,13 +318,14 @@ class Trainer:
         self._weights_moved = False
         # The end of a run that is made longer is no end: then only the evaluation after the new last step counts.
         log.keep(lambda line: line["step"] <= state.step and (line.get("when") != "after" or line["step"] == steps))
-        made = {(line["when"], line["step"]) for line in read(log.path) if "when" in line}
+        made = {(line["when"], line["step"]) for line in entries(log.path) if "when" in line}
         train = {("train", step) for step in range(state.step + 1)}
         rollouts.keep(lambda line: (line["when"], line["step"]) in made | train)
-        records = read(rollouts.path)
-        for when, step in made:
-            kept = [record for record in records if (record["when"], record["step"]) == (when, step)]
-            self._evaluations[when, step] = Evaluation.from_records(kept)
+        records: dict[tuple[When, int], list[Mapping[str, Any]]] = {evaluation: [] for evaluation in made}
+        for record in entries(rollouts.path):
+            if record["when"] != "train":
+                records[record["when"], record["step"]].append(record)
+        self._evaluations = {evaluation: Evaluation.from_records(kept) for evaluation, kept in records.items()}
         self._watch(self._run_started(first_step=state.step + 1))
         return state, reference
 
@@ -364,11 +388,11 @@ class Trainer:
                 seed=self.config.seed + EVALUATION_SEED,
                 when=when,
                 step=step,
+                max_failed_fraction=self.config.rollout.max_failed_fraction,
             )
-            for record in made.records if when != "during" else ():
-                rollouts.append(record)
+            rollouts.extend(made.records if when != "during" else ())
             log.append({"step": step, "when": when, "held_out": made.held_out()})
-            self._evaluations[when, step] = Evaluation(made.scores, ())
+            self._evaluations[when, step] = Evaluation(made.scores, (), made.failed, made.abstained)
             self._watch(Evaluated(step, when, made.held_out()))
 
     def _summary(self, folder: Path, *, seconds: float, ended_before: bool) -> Mapping[str, Any]:
@@ -387,6 +411,6 @@ class Trainer:
             summary["difference"] = {name: change._asdict() for name, change in changes.items() if change is not None}
         summary["seconds"] = seconds
         partial = path.with_name("summary.json.partial")
-        partial.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        partial.write_text(json.dumps(finite(summary, "summary"), indent=2) + "\n", encoding="utf-8")
         os.replace(partial, path)
         return summary

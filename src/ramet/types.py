@@ -85,12 +85,29 @@ class OutcomeKind(enum.StrEnum):
     ERROR = "environment_error"
     TIMED_OUT = "timed_out"
 
+    @property
+    def failed(self) -> bool:
+        """True where judging or acting broke down: an error or a time-out.
+
+        >>> [kind.value for kind in OutcomeKind if kind.failed]
+        ['environment_error', 'timed_out']
+        """
+        return self in (OutcomeKind.ERROR, OutcomeKind.TIMED_OUT)
+
+
+class InvalidOutcome(ValueError):
+    """An `Outcome` that can not be: a number that is not finite, or a score where there can be none.
+
+    It is a mistake in the program: a `Judge` turns it into a `RewardError`, where any other error costs one rollout.
+    """
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """The judgement of one rollout: a finite score, or a reason why there is none.
 
-    `rewards` are the named parts of the score, for the logs; the score is what is trained on.
+    `rewards` are the named parts of the score, for the logs; the score is what is trained on. Raises `InvalidOutcome`
+    (a `ValueError`) for a number that is not finite, a score that is missing, or one that has no business here.
 
     >>> Outcome.scored(1.0)
     Outcome(kind=<OutcomeKind.SCORED: 'scored'>, score=1.0, rewards={'reward': 1.0}, reason='')
@@ -106,10 +123,11 @@ class Outcome:
     def __post_init__(self) -> None:
         scored = self.kind is OutcomeKind.SCORED
         if scored != (self.score is not None):
-            raise ValueError(f"an outcome has a score exactly if it is scored: found {self.kind.value}, {self.score}")
-        for name, value in {"score": self.score or 0.0, **self.rewards}.items():
-            if not math.isfinite(value):
-                raise ValueError(f"{name} must be finite: found {value}")
+            raise InvalidOutcome(f"an outcome has a score exactly if it is scored: found {self.kind}, {self.score}")
+        numbers = dict(self.rewards) if self.score is None else {"score": self.score, **self.rewards}
+        for name, value in numbers.items():
+            if not _is_finite(value):
+                raise InvalidOutcome(f"{name} must be a finite number: found {value!r}")
 
     @classmethod
     def scored(cls, score: float, rewards: Mapping[str, float] | None = None) -> Outcome:
@@ -130,6 +148,13 @@ class Outcome:
     def timed_out(cls, reason: str) -> Outcome:
         """Judging or acting took too long: dropped, with the reason kept."""
         return cls(OutcomeKind.TIMED_OUT, reason=reason)
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # text, an array, too large a whole number, a tensor
+        return False
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from ramet.errors import ConfigError
 from ramet.evaluation import evaluate
 from ramet.events import Event, WarmStarted, WarmStartStep
 from ramet.forest import Forest, score
-from ramet.learner import DTYPES
+from ramet.learner import checked_step
 from ramet.policies.transformers import TransformersPolicy
 from ramet.prompts import Prompts
 from ramet.prompts.prompts import Row
@@ -58,7 +58,7 @@ def warm_start(
     """Minimise the cross-entropy of the task's reference answers, up to a validation score or a number of steps.
 
     `rows` are the training rows, of which some validate and are not imitated (see `split_rows`); held-out rows are not
-    touched. `prompts_of` tokenises rows as the run does.
+    touched. `prompts_of` tokenises rows as the run does. Raises `ModelError` as `checked_step` does.
     """
     settings = config.warm_start or WarmStartConfig()
     validation, lessons = map(prompts_of, split_rows(task, rows, settings))
@@ -127,12 +127,10 @@ def _imitate(
     forest.grow(rollouts, taught, Kind.SAMPLED, log_probs=unknown, versions=[-1] * len(taught))
     optimizer.zero_grad(set_to_none=True)
     total, tokens = 0.0, len(forest.sampled(rollouts).index)
-    autocast = None if config.model is None else DTYPES[config.model.autocast]
     for part in forest.batches(rollouts, config.optimizer.micro_batch_tokens):
-        log_probs = score(model, forest, rollouts=part, autocast=autocast).log_probs
+        log_probs = score(model, forest, rollouts=part, autocast=config.autocast_dtype).log_probs
         loss = -log_probs[forest.sampled(part).index].sum() / tokens
         loss.backward()  # type: ignore[no-untyped-call]
         total += float(loss.detach())
-    torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.gradient_clip)
-    optimizer.step()
+    checked_step(model, optimizer, config.optimizer.gradient_clip)
     return total

@@ -221,3 +221,10 @@ def test_durations_are_short() -> None:
         "1 h 30 min",
         "27 h 47 min",
     ]
+
+
+def test_problems_without_a_score_are_counted_in_the_line() -> None:
+    screen = Screen()
+    scores = {"greedy": {"score": 0.5, "low": 0.2, "high": 0.8, "problems": 6, "failed": 3, "abstained": 0}}
+    screen.progress(Evaluated(0, "before", scores))
+    assert screen.lines() == ["held-out before: greedy 0.500 (0.200 to 0.800), 3 failed"]

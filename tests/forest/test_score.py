@@ -246,6 +246,7 @@ def test_every_sampled_token_and_no_other_is_scored(tiny: Tiny, ends: bool) -> N
 
 
 def test_what_was_not_asked_for_is_nan(tiny: Tiny) -> None:
+    """And what was has the oracle's value; tolerance 1e-10, float64."""
     model, forest = tiny("rotary", torch.float64), varied()
     found = score(model, forest, rollouts=[2, 5], entropy=True)
     expected = oracle(model, forest, rollouts=[2, 5])[0]

@@ -98,8 +98,9 @@ def test_unknown_options_are_refused_with_the_nearest_known_one() -> None:
 def test_options_and_dtypes_that_mean_nothing_are_refused(folder: Path) -> None:
     with pytest.raises(ModelError, match="tiny-llama alone"):
         load_model(str(folder), options=SMALL)
-    with pytest.raises(ConfigError, match="float16, found 'fp8'"):
-        load_model("tiny-llama", dtype="fp8")
+    for dtype in ("fp8", "float16"):
+        with pytest.raises(ConfigError, match=f"one of float32, bfloat16, found '{dtype}'"):
+            load_model("tiny-llama", dtype=dtype)
 
 
 def test_what_is_no_model_is_a_clear_error(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,9 +117,28 @@ def test_what_is_no_model_is_a_clear_error(folder: Path, tmp_path: Path, monkeyp
         assert "smollm2" in str(caught.value)
 
 
-def test_auto_picks_a_device_that_is_there_and_names_stay() -> None:
-    assert pick_device("auto") == ("cuda" if torch.cuda.is_available() else "cpu")
-    assert pick_device("cuda:1") == "cuda:1"
+@pytest.mark.parametrize(
+    ("gpus", "name", "found"),
+    [
+        (0, "auto", "cpu"),
+        (2, "auto", "cuda"),
+        (2, "cpu", "cpu"),
+        (1, "cuda", "cuda"),
+        (2, "cuda:1", "cuda:1"),
+        (0, "cuda", None),
+        (1, "cuda:1", None),
+    ],
+)
+def test_a_device_is_one_that_is_there(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, name: str, found: str | None
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    if found is not None:
+        assert pick_device(name) == found
+    else:
+        with pytest.raises(ConfigError, match=rf"model\.device is '{name}', .* sees {gpus} CUDA devices"):
+            pick_device(name)
 
 
 def test_the_cache_is_where_the_environment_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

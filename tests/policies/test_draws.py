@@ -80,7 +80,10 @@ def test_drawing_touches_no_global_random_state() -> None:
 def test_a_draw_is_the_inverse_of_the_cumulative_distribution(
     logits: list[float], point: float, temperature: float
 ) -> None:
-    """Against a loop; a point within 1e-6 of an edge may fall to either side, for the loop sums in another order."""
+    """Against a loop; a point within 1e-6 of an edge may fall to either side, for the loop sums in another order.
+
+    Log-probs within 1e-5, float32.
+    """
     row = torch.tensor([logits], dtype=torch.float32)
     scaled = row.double() / temperature
     probabilities = scaled.softmax(-1)[0].tolist()
@@ -126,6 +129,7 @@ def test_frequencies_are_the_distribution(temperature: float) -> None:
 
 
 def test_a_row_is_drawn_alike_alone_and_in_any_batch() -> None:
+    """The same token; its log-prob within 1e-6, relative and absolute, float32."""
     logits = torch.randn(6, 9, generator=torch.Generator().manual_seed(0))
     points, temperatures = [0.1, 0.5, 0.9, 0.3, 0.7, 0.2], [1.0, 0.0, 0.5, 2.0, 1.0, 0.0]
     tokens, log_probs = draw(logits, points, temperatures)

@@ -5,7 +5,14 @@ from __future__ import annotations
 import asyncio
 import decimal
 import fractions
+import gc
+import json
 import math
+import signal
+import subprocess
+import sys
+import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -68,7 +75,68 @@ def test_named_rewards_are_added_up_and_kept() -> None:
 
 @pytest.mark.parametrize("outcome", [Outcome.scored(2.0, {"a": 2.0}), Outcome.abstained("x"), Outcome.error("y")])
 def test_an_outcome_stays_as_it_is(outcome: Outcome) -> None:
-    assert verdict(outcome) is outcome
+    assert verdict(outcome) == outcome
+
+
+@pytest.mark.parametrize("half", [np.float32(0.5), np.array(0.5), torch.tensor(0.5), fractions.Fraction(1, 2)])
+def test_the_numbers_of_an_outcome_become_floats_that_a_file_can_hold(half: Any) -> None:
+    for outcome in (verdict(Outcome.scored(half)), verdict(Outcome.scored(1.0, {"reward": half}))):
+        assert json.dumps(dict(outcome.rewards)) == '{"reward": 0.5}'
+        assert type(outcome.score) is float
+    kept = verdict(Outcome(OutcomeKind.ABSTAINED, rewards={"part": half}, reason="a tie"))
+    assert (json.dumps(dict(kept.rewards)), kept.reason) == ('{"part": 0.5}', "a tie")
+
+
+def test_the_reason_of_an_outcome_becomes_text() -> None:
+    assert verdict(Outcome.error(KeyError("answer"))).reason == "'answer'"  # type: ignore[arg-type]
+
+
+scored: Callable[..., Outcome] = Outcome.scored  # of anything, as a program without types does
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(
+    ("make", "found"),
+    [
+        (lambda: scored(math.nan), "found nan"),
+        (lambda: scored(-math.inf), "found -inf"),
+        (lambda: scored(10**400), "score must be a finite number"),
+        (lambda: scored(np.float32("nan")), "found .*nan"),
+        (lambda: scored(torch.tensor(math.nan)), "found .*nan"),
+        (lambda: scored(torch.tensor([1.0, 2.0])), "score must be a finite number"),
+        (lambda: scored(np.array([1.0, 2.0])), "score must be a finite number"),
+        (lambda: scored("1.0"), "found '1.0'"),
+        (lambda: scored(None), "a score exactly if it is scored"),
+        (lambda: scored(decimal.Decimal(1)), "a finite score: .* of type Decimal"),
+        (lambda: scored(1.0, {"a": math.inf}), "a must be a finite number: found inf"),
+        (lambda: scored(1.0, {"a": decimal.Decimal(1)}), "for 'a'"),
+        (lambda: scored(1.0, {1: 1.0}), r"names \(strings\)"),
+        (lambda: Outcome(OutcomeKind.ERROR, 1.0), "a score exactly if it is scored"),
+    ],
+)
+def test_an_outcome_that_can_not_be_stops_at_once(make: Callable[[], Outcome], found: str, asynchronous: bool) -> None:
+    """As a bare number that is not finite does, and unlike what else goes wrong inside a reward."""
+
+    def odd(sample: Sample) -> Outcome:
+        return make()
+
+    async def odd_too(sample: Sample) -> Outcome:
+        return make()
+
+    with pytest.raises(RewardError, match=f"(?s)reward .*odd.*, group 3, member 2: .*{found}.*'five'"):
+        Judge(odd_too if asynchronous else odd)([sample("five", group=3, member=2)])
+
+
+def test_an_outcome_made_by_hand_is_checked_too() -> None:
+    with pytest.raises(ValueError, match="score must be a finite number: found nan"):
+        Outcome.scored(math.nan)
+    with pytest.raises(ValueError, match="exactly if it is scored: found scored, None"):
+        Outcome(OutcomeKind.SCORED)
+
+
+def test_an_exception_that_is_returned_is_no_reward() -> None:
+    with pytest.raises(RewardError, match="of type KeyError"):
+        verdict(KeyError("answer"))
 
 
 @pytest.mark.parametrize(
@@ -196,6 +264,152 @@ def test_async_rewards_run_together() -> None:
 
     outcomes = Judge(reward)([sample(member=i) for i in range(5)])
     assert [outcome.score for outcome in outcomes] == [1.0] * 5
+
+
+def test_rewards_may_share_what_is_bound_to_an_event_loop() -> None:
+    """A semaphore is bound to the loop in which somebody first waits for it: another loop would refuse it."""
+    seats = asyncio.Semaphore(1)
+
+    async def seated(sample: Sample) -> float:
+        async with seats:
+            await asyncio.sleep(0)
+        return 1.0
+
+    judge = Judge(seated)
+    scores = [[outcome.score for outcome in judge([sample(), sample()])] for _ in range(3)]
+
+    async def main() -> list[float | None]:
+        return [outcome.score for outcome in judge([sample(), sample()])]
+
+    scores.append(asyncio.run(main()))
+    judge.close()
+    assert scores == [[1.0, 1.0]] * 4
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "ramet judge"]
+
+
+def test_a_judge_works_again_after_it_was_closed() -> None:
+    judge, loops = Judge(slow_length), set(threads())
+    judge.close()  # nothing to close is no mistake
+    for _ in range(2):
+        assert judge([sample("four")])[0].score == 4.0
+        assert len(set(threads()) - loops) == 1
+        judge.close()
+        judge.close()
+        assert not set(threads()) - loops
+
+
+def test_closing_ends_what_the_rewards_left_running() -> None:
+    ended = []
+
+    async def idle() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append(True)
+
+    async def reward(sample: Sample) -> float:
+        left.append(asyncio.create_task(idle()))
+        await asyncio.sleep(0)
+        return 1.0
+
+    left: list[asyncio.Task[None]] = []
+    judge = Judge(reward)
+    assert judge([sample()])[0].score == 1.0
+    assert not ended
+    judge.close()
+    assert ended == [True]
+
+
+def test_a_judge_that_nobody_closes_takes_its_thread_with_it() -> None:
+    known = set(threads())
+    judge = Judge(slow_length)
+    judge([sample()])
+    (own,) = set(threads()) - known
+    gone = weakref.ref(judge)
+    del judge
+    gc.collect()
+    assert gone() is None
+    own.join(timeout=30)
+    assert not own.is_alive()
+
+
+def test_a_program_that_closes_no_judge_ends_in_silence() -> None:
+    program = """
+from ramet.tasks.judge import Judge
+from ramet.types import Sample, StopReason
+async def reward(sample):
+    return 1.0
+judge = Judge(reward)
+sample = Sample("2+2=", "4", (1,), (2,), {}, StopReason.EOS, group=0, member=0)
+assert judge([sample])[0].score == 1.0
+"""
+    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("end", [KeyboardInterrupt, SystemExit])
+def test_who_wants_the_program_to_end_is_heard(end: type[BaseException], asynchronous: bool) -> None:
+    def leaving(sample: Sample) -> float:
+        if sample.completion == "end":
+            raise end
+        return 1.0
+
+    async def leaving_too(sample: Sample) -> float:
+        return leaving(sample)
+
+    judge = Judge(leaving_too if asynchronous else leaving)
+    with pytest.raises(end):
+        judge([sample(), sample("end"), sample()])
+    assert judge([sample()])[0].score == 1.0
+    judge.close()
+
+
+def test_an_interrupt_of_the_waiting_cancels_the_rewards() -> None:
+    begun, ended = threading.Event(), threading.Event()
+
+    async def endless(sample: Sample) -> float:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+        return 1.0
+
+    def interrupt() -> None:
+        begun.wait(30)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    known = set(threads())
+    judge = Judge(endless)
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        judge([sample()])
+    assert ended.wait(30)
+    for thread in set(threads()) - known:
+        thread.join(30)
+    assert not set(threads()) - known
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_cancelled_reward_costs_its_own_sample_alone(asynchronous: bool) -> None:
+    async def itself(sample: Sample) -> float:
+        if sample.completion == "cancel":
+            task = asyncio.current_task()
+            assert task is not None
+            task.cancel()
+        await asyncio.sleep(0)
+        return 1.0
+
+    def inside(sample: Sample) -> float:
+        return asyncio.run(itself(sample))
+
+    first, second, third = Judge(itself if asynchronous else inside)([sample(), sample("cancel"), sample()])
+    assert (first.score, third.score) == (1.0, 1.0)
+    assert (second.kind, second.reason) == (OutcomeKind.ERROR, "CancelledError: ")
 
 
 def test_what_an_async_reward_says_is_checked_too() -> None:

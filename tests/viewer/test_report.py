@@ -158,7 +158,7 @@ def test_curves_hold_what_the_metrics_say_and_those_without_a_value_are_not_draw
 def test_scores_before_and_after_are_drawn_from_the_summary_where_the_metrics_have_none(tmp_path: Path) -> None:
     write_run(tmp_path)
     with MetricsLog(tmp_path / "metrics.jsonl") as log:
-        log.rewind(0)
+        log.keep(lambda entry: entry["step"] < 0)
         log.append({"step": 7, "reward": 1.0})
     held_out = curves(Page(write_report(tmp_path).read_text(encoding="utf-8")))[1]
     assert held_out["data"][1]["x"] == [0, 7]

@@ -20,6 +20,7 @@ from ramet.events import (
     Event,
     RunEnded,
     RunStarted,
+    Scores,
     StepDone,
     Stopping,
     WarmStarted,
@@ -173,15 +174,16 @@ def _warm_start_line(event: WarmStartStep) -> str:
     return f"supervised warm start {event.step}/{event.steps}  loss {number(float(event.loss))}{score}"
 
 
-def _greedy(held_out: Mapping[str, Mapping[str, float]]) -> str:
+def _greedy(held_out: Scores) -> str:
     chosen = held_out.get("greedy") or next(iter(held_out.values()), {})
     return number(chosen.get("score"))
 
 
-def _scores(held_out: Mapping[str, Mapping[str, float]]) -> str:
+def _scores(held_out: Scores) -> str:
     return ", ".join(
         f"{DECODINGS.get(name, name)} {number(scores.get('score'))} "
         f"({number(scores.get('low'))} to {number(scores.get('high'))})"
+        + "".join(f", {scores[why]} {why}" for why in ("failed", "abstained") if scores.get(why))
         for name, scores in held_out.items()
     )
 

@@ -15,7 +15,8 @@ from ramet.errors import ConfigError, ModelError, nearest
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""What weights and matrix products may be in; not float16, whose range AdamW leaves in its first step."""
 
 
 def load_model(
@@ -97,7 +98,15 @@ def _refuse_unknown(options: Mapping[str, Any], parameters: Mapping[str, inspect
 
 
 def pick_device(name: str) -> str:
-    """Resolve "auto" to "cuda" where there is one, else "cpu"; other names stay as they are."""
-    if name != "auto":
-        return name
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    """Resolve "auto" to "cuda" where there is one, else "cpu"; raise `ConfigError` for a GPU that is not there."""
+    there = torch.cuda.is_available()
+    if name == "auto":
+        return "cuda" if there else "cpu"
+    if name.startswith("cuda"):
+        count = torch.cuda.device_count() if there else 0
+        if int(name.partition(":")[2] or 0) >= count:
+            raise ConfigError(
+                f"model.device is {name!r}, and torch {torch.__version__} sees {count} CUDA devices here",
+                hint='set model.device = "cpu", or install a build of torch for the GPU',
+            )
+    return name

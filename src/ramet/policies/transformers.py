@@ -67,8 +67,18 @@ class TransformersPolicy(Policy):
         for first in range(0, len(ready), self._rows_per_batch):
             yield from self._complete_batch(ready[first : first + self._rows_per_batch], context)
 
-    @torch.no_grad()
     def _complete_batch(self, requests: list[Request], context: int | None) -> Iterator[Completion]:
+        if self._autocast is None:
+            yield from self._decode(requests, context)
+            return
+        # One context for all steps, for leaving it throws away the weights that it has cast. Nothing is yielded inside:
+        # whoever takes a completion would go on under autocast.
+        with autocast_context(self.model.device, self._autocast):
+            done = list(self._decode(requests, context))
+        yield from done
+
+    @torch.no_grad()
+    def _decode(self, requests: list[Request], context: int | None) -> Iterator[Completion]:
         rows = [_Decoding.start(request, context) for request in requests]
         logits, cache, mask = self._prefill([request.tokens for request in requests])
         step = 0
@@ -121,8 +131,7 @@ class TransformersPolicy(Policy):
             options["position_ids"] = (mask.cumsum(-1) - 1).clamp_min(0)[:, -ids.shape[1] :]
         if "logits_to_keep" in self._known:
             options["logits_to_keep"] = 1
-        with autocast_context(ids.device, self._autocast):
-            output = self.model(input_ids=ids, attention_mask=mask, use_cache=True, **options)
+        output = self.model(input_ids=ids, attention_mask=mask, use_cache=True, **options)
         logits: Tensor = output.logits[:, -1]
         return logits
 

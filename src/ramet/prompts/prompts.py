@@ -111,6 +111,7 @@ class Prompts:
 
     `limit` is the largest number of tokens that a prompt may have; `too_long` says what becomes of a longer one, and
     there is no silent cut: the default refuses it. `rows[i]` are those that stayed, `dropped` counts the others.
+    `called` names a row in errors.
     """
 
     def __init__(
@@ -121,6 +122,7 @@ class Prompts:
         seed: int = 0,
         limit: int | None = None,
         too_long: TooLong = "refuse",
+        called: str = "row",
     ) -> None:
         self.rows: list[Row] = []
         self.tokens: list[Tensor] = []
@@ -129,9 +131,9 @@ class Prompts:
         if too_long not in get_args(TooLong):
             raise ConfigError(f"too_long: expected one of {', '.join(get_args(TooLong))}, found {too_long!r}")
         for number, row in enumerate(read_rows(rows)):
-            ids = tokenize_prompt(tokenizer, row["prompt"], f"row {number}")
+            ids = tokenize_prompt(tokenizer, row["prompt"], f"{called} {number}")
             if limit is not None and len(ids) > limit:
-                ids = _cut(ids, limit, too_long, number)
+                ids = _cut(ids, limit, too_long, f"{called} {number}")
             if ids:
                 self.rows.append(row)
                 self.tokens.append(torch.tensor(ids, dtype=torch.int64))
@@ -199,11 +201,11 @@ def tokenize_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, where: s
     return ids
 
 
-def _cut(ids: list[int], limit: int, too_long: TooLong, number: int) -> list[int]:
+def _cut(ids: list[int], limit: int, too_long: TooLong, where: str) -> list[int]:
     if too_long == "refuse":
         raise PromptTooLong(
-            f"row {number}: the prompt has {len(ids)} tokens, over the limit of {limit}",
-            hint="shorten it, raise rollout.prompt_limit, "
-            'or set rollout.too_long to "drop", "keep_end" or "keep_start"',
+            f"{where}: the prompt has {len(ids)} tokens, over the limit of {limit} (rollout.prompt_limit, or what the "
+            "model's context leaves beside rollout.max_new_tokens)",
+            hint='shorten it, or set rollout.too_long to "drop", "keep_end" or "keep_start"',
         )
     return {"drop": [], "keep_end": ids[len(ids) - limit :], "keep_start": ids[:limit]}[too_long]

@@ -1,0 +1,452 @@
+"""Every setting changes what a run does, in the place that it is about and in none before it."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+from ramet.checkpoint import checkpoints
+from ramet.config import TrainConfig, parse, settings
+from ramet.errors import ConfigError, PromptTooLong, TooManyFailures
+from ramet.events import Event, WarmStartStep
+from ramet.metrics import read
+from ramet.models.tiny import tiny_llama, tiny_tokenizer
+from ramet.policies.transformers import TransformersPolicy
+from ramet.trainer import Trainer
+from ramet.types import Completion, Request, Sample
+
+TOKENIZER = tiny_tokenizer()
+SHAPE = {"hidden_size": 32, "layers": 1, "heads": 2, "intermediate_size": 32, "context": 24}
+PROMPTS = [f"{number}=" for number in range(3)]
+HELD_OUT = ["7=", "8="]
+STOP = [*"abcdefghijklmnopqrstuvwxyz"]
+BASE = f"""
+threads = 1
+steps = 1
+rollout = {{ prompts_per_step = 2, group_size = 3, max_new_tokens = 3, stop = {json.dumps(STOP)} }}
+optimizer = {{ learning_rate = 0.01 }}
+"""
+"""A third of the tokens is a stop, so that completions differ in length, and what divides by lengths shows."""
+
+SHOWN: set[str] = set()
+"""Settings whose effect some test in this file shows."""
+Test = TypeVar("Test", bound=Callable[..., None])
+
+
+def shows(*keys: str) -> Callable[[Test], Test]:
+    SHOWN.update(keys)
+    return lambda test: test
+
+
+def config(runs: Path, *overrides: str) -> TrainConfig:
+    return parse(BASE, [f"runs='{runs}'", *overrides])
+
+
+def recipe(runs: Path, *overrides: str) -> TrainConfig:
+    shape = ", ".join(f"{key} = {value}" for key, value in SHAPE.items())
+    return parse(
+        BASE
+        + f"""
+    model = {{ name = "tiny-llama", device = "cpu", options = {{ {shape} }} }}
+    task = {{ name = "sorting", options = {{ lengths = 2, train_size = 9, held_out_size = 2 }} }}
+    """,
+        [f"runs='{runs}'", *overrides],
+    )
+
+
+def low_ids(sample: Sample) -> float:
+    return sum(token < 40 for token in sample.completion_tokens) / 3
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.fsync", lambda handle: None)
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int, torch.dtype]]:
+    """Who ran the model (policy, learner with gradient, scorer without), rows, columns, dtype of the logits."""
+    found: list[tuple[str, int, int, torch.dtype]] = []
+    plain = LlamaForCausalLM.forward
+
+    @functools.wraps(plain)
+    def forward(self: LlamaForCausalLM, *given: Any, **named: Any) -> Any:
+        output = plain(self, *given, **named)
+        who = "policy" if named["use_cache"] else "learner" if torch.is_grad_enabled() else "scorer"
+        found.append((who, *named["input_ids"].shape, output.logits.dtype))
+        return output
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
+    return found
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
+    """Every request that reaches a policy."""
+    found: list[Request] = []
+    plain = TransformersPolicy.complete
+
+    def complete(self: TransformersPolicy, requests: Sequence[Request]) -> Iterator[Completion]:
+        found.extend(requests)
+        return plain(self, requests)
+
+    monkeypatch.setattr(TransformersPolicy, "complete", complete)
+    return found
+
+
+Passes = list[tuple[str, int, int, torch.dtype]]
+
+
+def observed(given: TrainConfig, passes: Passes, asked: list[Request], held_out: Sequence[str] = ()) -> dict[str, Any]:
+    """Make a run and return what it did, in the order in which one thing leads to the next."""
+    passes.clear()
+    asked.clear()
+    model = tiny_llama(TOKENIZER, **SHAPE)
+    trainer = Trainer(model, PROMPTS, low_ids, held_out=held_out or None, tokenizer=TOKENIZER, config=given)
+    result = trainer.train()
+    lines = read(result.folder / "metrics.jsonl")
+    steps = [line for line in lines if "when" not in line]
+    records = [line for line in read(result.folder / "rollouts.jsonl") if line["when"] == "train"]
+    return {
+        "rollouts": [(record["step"], record["group"], record["member"]) for record in records],
+        "policy passes": [shape for who, *shape in passes if who == "policy"],
+        "completions": [record["completion_tokens"] for record in records],
+        "scores": [record["score"] for record in records],
+        "advantages": [record["advantage"] for record in records],
+        "trained on": [line["trained_on"] for line in steps],
+        "learner passes": [shape for who, *shape in passes if who == "learner"],
+        "rate": [line["learning_rate"] for line in steps],
+        "loss": [line.get("loss") for line in steps],
+        "weights": torch.cat([value.flatten() for value in model.state_dict().values()]).tolist(),
+        "checkpoints": [path.name for path in checkpoints(result.folder / "checkpoints")],
+        "evaluations": [
+            (line["when"], line["step"], line["held_out"]["greedy"]["problems"]) for line in lines if "when" in line
+        ],
+    }
+
+
+# setting, what it is changed to, what is set on both sides, what differs: all that comes before the first is the same
+EFFECTS: list[tuple[str, str, list[str], list[str]]] = [
+    ("seed", "1", [], ["policy passes", "completions"]),
+    ("steps", "2", [], ["rollouts", "weights"]),
+    ("rollout.prompts_per_step", "1", [], ["rollouts", "weights"]),
+    ("rollout.group_size", "2", [], ["rollouts", "weights"]),
+    ("rollout.max_new_tokens", "2", [], ["policy passes", "completions"]),
+    ("rollout.rows_per_batch", "2", [], ["policy passes"]),
+    ("rollout.temperature", "0.3", [], ["completions", "weights"]),
+    ("rollout.stop", "[]", [], ["policy passes", "completions"]),
+    ("rollout.truncated", "drop", [], ["advantages", "trained on", "weights"]),
+    ("control.shuffle_rewards", "true", [], ["advantages", "weights"]),
+    ("advantage.kind", "group_mean_std", [], ["advantages", "loss"]),
+    ("advantage.kind", "leave_one_out", [], ["advantages", "loss"]),
+    ("loss.kind", "policy_gradient", [], ["loss"]),
+    ("loss.reduction", "grpo", [], ["loss", "weights"]),
+    ("loss.reduction", "dr_grpo", [], ["loss", "weights"]),
+    ("loss.clip_low", "0.9", ["optimizer.epochs_per_step=3"], ["loss", "weights"]),
+    ("loss.clip_high", "0", ["optimizer.epochs_per_step=3"], ["loss", "weights"]),
+    ("loss.importance_cap", "0.5", [], ["loss"]),
+    # The first step starts at the reference: a penalty shows in the second.
+    ("kl.coefficient", "1", ["steps=2"], ["loss", "weights"]),
+    ("kl.estimator", "k2", ["steps=2", "kl.coefficient=1"], ["loss", "weights"]),
+    ("kl.estimator", "k1", ["steps=2", "kl.coefficient=1", "kl.unbiased=true"], ["loss", "weights"]),
+    ("kl.unbiased", "true", ["steps=2", "kl.coefficient=1"], ["weights"]),
+    ("kl.place", "reward", ["steps=2", "kl.coefficient=1"], ["advantages", "loss", "weights"]),
+    ("kl.place", "both", ["steps=2", "kl.coefficient=1"], ["advantages", "loss", "weights"]),
+    ("optimizer.learning_rate", "0.02", [], ["rate", "weights"]),
+    ("optimizer.warmup_steps", "2", ["steps=2", "optimizer.learning_rate=1e-6"], ["rate", "weights"]),
+    ("optimizer.schedule", "linear", ["steps=2"], ["rate", "weights"]),
+    ("optimizer.betas", "[0.5, 0.999]", ["steps=2"], ["weights"]),
+    ("optimizer.betas", "[0.9, 0.5]", ["steps=2"], ["weights"]),
+    ("optimizer.weight_decay", "0.5", [], ["weights"]),
+    ("optimizer.gradient_clip", "1e-9", [], ["weights"]),
+    ("optimizer.updates_per_step", "2", [], ["learner passes", "weights"]),
+    ("optimizer.epochs_per_step", "2", [], ["learner passes", "weights"]),
+    ("optimizer.micro_batch_tokens", "12", [], ["learner passes"]),
+    ("checkpoint.every", "1", ["steps=2", "checkpoint.keep=5"], ["checkpoints"]),
+    ("checkpoint.keep", "2", ["steps=2", "checkpoint.every=1"], ["checkpoints"]),
+    ("evaluation.every", "1", ["steps=2"], ["evaluations"]),
+    ("evaluation.problems", "1", [], ["evaluations"]),
+]
+SHOWN.update(key for key, *_ in EFFECTS)
+WITHOUT: dict[tuple[str, ...], dict[str, Any]] = {}
+"""Runs that several settings are compared with, by what is set in them."""
+
+
+@pytest.mark.parametrize(("key", "value", "both", "differs"), EFFECTS, ids=[f"{key}={v}" for key, v, *_ in EFFECTS])
+def test_a_setting_changes_what_it_is_about_and_nothing_that_comes_before(
+    key: str, value: str, both: list[str], differs: list[str], tmp_path: Path, passes: Passes, asked: list[Request]
+) -> None:
+    """Compared exactly: with equal settings a run is the same bit for bit."""
+    held_out = HELD_OUT if key.startswith("evaluation.") else []
+    of = (*held_out, *both)
+    if of not in WITHOUT:
+        WITHOUT[of] = observed(config(tmp_path, "name=plain", *both), passes, asked, held_out)
+    without, found = WITHOUT[of], observed(config(tmp_path, *both, f"{key}={value}"), passes, asked, held_out)
+    names = list(without)
+    assert [name for name in differs if without[name] == found[name]] == []
+    first = names.index(differs[0])
+    if held_out:  # the evaluations themselves are played by the policy
+        first = names.index("policy passes")
+    assert {name for name in names[:first] if without[name] != found[name]} == set()
+
+
+# ---------------------------------------------------------------- how large the effect is
+
+
+@shows("runs", "name")
+def test_a_run_lies_in_its_folder(tmp_path: Path) -> None:
+    given = config(tmp_path / "x", "name=y", "steps=0")
+    Trainer(tiny_llama(TOKENIZER, **SHAPE), PROMPTS, low_ids, tokenizer=TOKENIZER, config=given).train()
+    assert [path.relative_to(tmp_path) for path in tmp_path.rglob("metrics.jsonl")] == [Path("x/y/metrics.jsonl")]
+
+
+@shows("rollout.rows_per_batch", "optimizer.micro_batch_tokens")
+def test_batches_are_no_larger_than_their_limits(tmp_path: Path, passes: Passes, asked: list[Request]) -> None:
+    found = observed(config(tmp_path, "rollout.rows_per_batch=2", "optimizer.micro_batch_tokens=12"), passes, asked)
+    assert max(rows for rows, _, _ in found["policy passes"]) <= 2
+    assert max(rows * columns for rows, columns, _ in found["learner passes"]) <= 12
+    assert max(rows for rows, _, _ in found["learner passes"]) >= 2  # and it is filled
+
+
+@shows("rollout.temperature")
+def test_what_is_sampled_at_a_temperature_is_scored_at_it(tmp_path: Path) -> None:
+    """The sampler's and the learner's log-probs differ by 1e-5 at most, float32."""
+    given = config(tmp_path, "rollout.temperature=0.3")
+    Trainer(tiny_llama(TOKENIZER, **SHAPE), PROMPTS, low_ids, tokenizer=TOKENIZER, config=given).train()
+    [line] = read(given.folder / "metrics.jsonl")
+    assert line["mismatch_max"] < 1e-5
+
+
+@shows("rollout.stop")
+def test_a_stop_ends_a_completion_and_is_its_last_token(tmp_path: Path) -> None:
+    given = config(tmp_path, "rollout.group_size=12")
+    Trainer(tiny_llama(TOKENIZER, **SHAPE), PROMPTS, low_ids, tokenizer=TOKENIZER, config=given).train()
+    ids = {TOKENIZER.convert_tokens_to_ids(stop) for stop in STOP}
+    records = read(given.folder / "rollouts.jsonl")
+    assert {record["stop"] for record in records} >= {"stop", "new_token_limit"}
+    for record in records:
+        *before, last = record["completion_tokens"]
+        assert ids.isdisjoint(before)
+        assert (last in ids) == (record["stop"] == "stop")
+
+
+@shows("rollout.prompt_limit", "rollout.too_long")
+def test_a_prompt_over_the_limit_is_refused_dropped_or_cut(tmp_path: Path, asked: list[Request]) -> None:
+    """`<bos>1=` has three tokens, `<bos>234=` five."""
+
+    def prompts_with(*overrides: str) -> set[str]:
+        asked.clear()
+        given = config(tmp_path / str(len(list(tmp_path.iterdir()))), *overrides)
+        model = tiny_llama(TOKENIZER, **SHAPE)
+        Trainer(model, ["1=", "234="], low_ids, tokenizer=TOKENIZER, config=given).train()
+        return {str(TOKENIZER.decode(request.tokens)) for request in asked}
+
+    assert prompts_with() == {"<bos>1=", "<bos>234="}
+    assert prompts_with("rollout.prompt_limit=5") == {"<bos>1=", "<bos>234="}
+    with pytest.raises(PromptTooLong):
+        prompts_with("rollout.prompt_limit=4")
+    assert prompts_with("rollout.prompt_limit=4", "rollout.too_long=drop") == {"<bos>1="}
+    assert prompts_with("rollout.prompt_limit=4", "rollout.too_long=keep_end") == {"<bos>1=", "234="}
+    assert prompts_with("rollout.prompt_limit=4", "rollout.too_long=keep_start") == {"<bos>1=", "<bos>234"}
+
+
+@shows("rollout.max_failed_fraction")
+def test_failures_end_a_run_where_they_are_more_than_is_allowed(tmp_path: Path) -> None:
+    """One member of three fails."""
+
+    def reward(sample: Sample) -> float:
+        return 1 / (sample.member - 1)
+
+    for fraction in (0.3, 0.4):
+        given = config(tmp_path / str(fraction), f"rollout.max_failed_fraction={fraction}")
+        trainer = Trainer(tiny_llama(TOKENIZER, **SHAPE), PROMPTS, reward, tokenizer=TOKENIZER, config=given)
+        if fraction < 1 / 3:
+            with pytest.raises(TooManyFailures):
+                trainer.train()
+        else:
+            trainer.train()
+
+
+@shows("threads")
+def test_the_threads_are_torchs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", found.append)
+    for overrides in (["threads=3"], ["threads=none"]):
+        given = config(tmp_path, *overrides)
+        Trainer(tiny_llama(TOKENIZER, **SHAPE), PROMPTS, low_ids, tokenizer=TOKENIZER, config=given)
+    assert found == [3]
+
+
+# ---------------------------------------------------------------- the model
+
+
+@shows("model.autocast")
+@pytest.mark.parametrize("named", [True, False], ids=["by name", "handed over"])
+def test_autocast_is_of_the_policy_the_learner_and_the_reference(named: bool, tmp_path: Path, passes: Passes) -> None:
+    for autocast, dtype in {"": torch.float32, "bfloat16": torch.bfloat16}.items():
+        passes.clear()
+        change = f"model.autocast='{autocast}'"
+        if named:
+            trainer = Trainer.from_config(
+                recipe(tmp_path / autocast, change, "warm_start={check_problems=2,max_steps=1}")
+            )
+        else:
+            model = tiny_llama(TOKENIZER, **SHAPE)
+            given = config(tmp_path / autocast, "model={name='LlamaForCausalLM'}", change)
+            trainer = Trainer(model, PROMPTS, low_ids, tokenizer=TOKENIZER, config=given)
+        trainer.train()
+        assert {(who, found) for who, _, _, found in passes} == {(w, dtype) for w in ("policy", "learner", "scorer")}
+        assert trainer.model.dtype is torch.float32
+
+
+@shows("model.dtype")
+def test_the_weights_and_all_passes_have_the_dtype(tmp_path: Path, passes: Passes) -> None:
+    for name, dtype in {"float32": torch.float32, "bfloat16": torch.bfloat16}.items():
+        passes.clear()
+        trainer = Trainer.from_config(recipe(tmp_path / name, f"model.dtype={name}"))
+        trainer.train()
+        assert {parameter.dtype for parameter in trainer.model.parameters()} == {dtype}
+        assert {found for *_, found in passes} == {dtype}
+
+
+@shows("model.device")
+@pytest.mark.parametrize(
+    ("device", "gpu", "expected"), [("cuda:1", True, "cuda:1"), ("auto", True, "cuda"), ("auto", False, "cpu")]
+)
+def test_the_model_goes_to_the_device(
+    device: str, gpu: bool, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[Any] = []
+
+    def to(self: LlamaForCausalLM, where: Any) -> LlamaForCausalLM:
+        found.append(where)
+        return self
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2 * gpu)
+    monkeypatch.setattr(LlamaForCausalLM, "to", to)
+    Trainer.from_config(recipe(tmp_path, f"model.device={device}"))
+    assert [where for where in found if isinstance(where, str)] == [expected]
+
+
+@shows("model.name", "model.attention", "model.revision", "model.dtype")
+def test_a_pretrained_model_is_asked_for_as_the_settings_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[tuple[Any, ...]] = []
+    model = tiny_llama(TOKENIZER, **SHAPE)
+
+    def tokenizer_of(name: str, **named: Any) -> Any:
+        found.append((name, named))
+        return TOKENIZER
+
+    def model_of(name: str, **named: Any) -> Any:
+        found.append((name, named))
+        return model
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", tokenizer_of)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", model_of)
+    section = "{name='some/model', device='cpu', dtype='bfloat16', attention='eager', revision='v2'}"
+    Trainer.from_config(recipe(tmp_path, f"model={section}"))
+    Trainer.from_config(recipe(tmp_path, "model={name='some/model', device='cpu'}"))
+    wanted = {"dtype": torch.bfloat16, "attn_implementation": "eager", "revision": "v2"}
+    assert found == [
+        ("some/model", {"revision": "v2"}),
+        ("some/model", wanted),
+        ("some/model", {}),
+        ("some/model", {"dtype": torch.float32, "attn_implementation": None}),
+    ]
+
+
+@shows("model.options", "task.name", "task.options")
+def test_the_options_of_model_and_task_reach_their_builders(tmp_path: Path) -> None:
+    made = Trainer.from_config(
+        recipe(tmp_path, "model.options={layers=3,context=32}", "task.options={lengths=2,train_size=5,held_out_size=2}")
+    )
+    assert (made.model.config.num_hidden_layers, len(made.prompts), made.task.name) == (3, 5, "sorting")
+    other = Trainer.from_config(recipe(tmp_path, "task={name='arithmetic'}"))
+    assert other.task.name == "arithmetic"
+    with pytest.raises(ConfigError, match="lenghts"):
+        Trainer.from_config(recipe(tmp_path, "task.options={lenghts=2}"))
+
+
+@shows("task.prompts", "task.held_out", "task.reward")
+def test_the_files_of_a_task_are_read(tmp_path: Path) -> None:
+    for name, rows in {"train": PROMPTS, "test": HELD_OUT}.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    (tmp_path / "judge.py").write_text("def reward(sample):\n    return 0.25\n", encoding="utf-8")
+    files = f"prompts='{tmp_path}/train.jsonl', held_out='{tmp_path}/test.jsonl', reward='{tmp_path}/judge.py:reward'"
+    given = recipe(tmp_path, f"task={{name='file', {files}}}")
+    Trainer.from_config(given).train()
+    records = read(given.folder / "rollouts.jsonl")
+    assert {record["prompt"] for record in records if record["when"] == "train"} <= set(PROMPTS)
+    assert {record["prompt"] for record in records if record["when"] != "train"} == set(HELD_OUT)
+    assert {record["score"] for record in records} == {0.25}
+
+
+# ---------------------------------------------------------------- the warm start
+
+WARM = {"batch_rows": 2, "max_steps": 3, "check_every": 2, "check_problems": 3}
+
+
+def warmed(runs: Path, passes: Passes, asked: list[Request], **changes: float) -> dict[str, Any]:
+    """Start warm, take no step, and return what was done."""
+    passes.clear()
+    asked.clear()
+    events: list[Event] = []
+    section = ", ".join(f"{key} = {value}" for key, value in {**WARM, **changes}.items())
+    given = recipe(runs, "steps=0", "task.options.held_out_size=1", f"warm_start={{{section}}}")
+    trainer = Trainer.from_config(given, watcher=events.append)
+    trainer.train()
+    steps = [event for event in events if isinstance(event, WarmStartStep)]
+    return {
+        "rows": [rows for who, rows, _, _ in passes if who == "learner"],
+        "first loss": steps[0].loss if steps else None,
+        "checks": [event.step for event in steps if event.score is not None],
+        # Before the run's own two evaluations of one problem each.
+        "checked": len(asked) - 4 if steps else 0,
+        "weights": torch.cat([value.flatten() for value in trainer.model.state_dict().values()]).tolist(),
+    }
+
+
+PLAIN = {"rows": [2, 2, 2], "checks": [2, 3], "checked": 6}
+
+
+@shows(*(f"warm_start.{key}" for key in (*WARM, "until", "warmup_steps", "learning_rate")))
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("batch_rows", 4, {**PLAIN, "rows": [4, 4, 4]}),
+        ("max_steps", 4, {"rows": [2] * 4, "checks": [2, 4], "checked": 6}),
+        ("check_every", 1, {"rows": [2, 2, 2], "checks": [1, 2, 3], "checked": 9}),
+        ("check_problems", 4, {**PLAIN, "checked": 8}),
+        ("until", 0.0, {"rows": [2, 2], "checks": [2], "checked": 3}),
+        ("warmup_steps", 3, PLAIN),
+        ("learning_rate", 0.01, PLAIN),
+    ],
+)
+def test_a_warm_start_does_what_its_settings_say(
+    key: str, value: float, expected: dict[str, Any], tmp_path: Path, passes: Passes, asked: list[Request]
+) -> None:
+    """The scores are 0 so early, which is what `until = 0` waits for. The rate changes the weights alone."""
+    plain = warmed(tmp_path / "a", passes, asked)
+    found = warmed(tmp_path / "b", passes, asked, **{key: value})
+    assert {name: plain[name] for name in PLAIN} == PLAIN
+    assert {name: found[name] for name in PLAIN} == expected
+    if key != "check_every":
+        assert found["weights"] != plain["weights"]
+    if key in ("warmup_steps", "learning_rate"):
+        assert found["first loss"] == plain["first loss"]
+
+
+# ---------------------------------------------------------------- none is forgotten
+
+
+def test_every_setting_has_its_effect_shown_here() -> None:
+    assert set(settings()) - SHOWN == set()
+    assert SHOWN - set(settings()) == set()
