@@ -265,6 +265,5 @@ def reward_metrics(forest: Forest) -> Mapping[str, float | dict[str, float] | No
         "rewards": {n: float(np.mean([o.rewards[n] for o in scored if n in o.rewards])) for n in names},
         "truncated": sum(stops) / max(1, len(stops)),
         "abstained": sum(outcome.kind.value == "abstained" for outcome in outcomes) / max(1, len(outcomes)),
-        "failed": sum(outcome.kind.value in ("environment_error", "timed_out") for outcome in outcomes)
-        / max(1, len(outcomes)),
+        "failed": sum(outcome.kind.failed for outcome in outcomes) / max(1, len(outcomes)),
     }

@@ -143,8 +143,8 @@ class Trainer:
             rows_per_batch=rollout.rows_per_batch or rollout.prompts_per_step * rollout.group_size,
             autocast=self.config.autocast_dtype,
         )
-        eos = min(self.policy.eos_ids, default=None)
-        self.env = LLMEnv(from_text=False, eos_token_id=-1 if eos is None else eos)
+        # The policy ends rows at every eos id; the environment knows one. No token is -1.
+        self.env = LLMEnv(from_text=False, eos_token_id=min(self.policy.eos_ids, default=-1))
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
             lr=config.optimizer.learning_rate,
