@@ -26,6 +26,7 @@ fix: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/learning.py
+	$(BIN)/python benchmarks/environments.py
 
 bench-smollm2: $(STAMP)
 	$(BIN)/python benchmarks/learning.py recipes/smollm2.toml --seeds 0

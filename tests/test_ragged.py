@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tensordict import NonTensorData, NonTensorStack, TensorDict, lazy_stack
 
 from ramet import ragged
-from ramet.ragged import Appender, Ragged
+from ramet.ragged import Appender, Ragged, rows
 
 fast = settings(deadline=None, max_examples=40)
 rows_of_ids = st.lists(st.lists(st.integers(0, 3), max_size=5), min_size=1, max_size=5)
@@ -321,3 +321,17 @@ def test_entries_without_rows_are_refused():
         ragged.rows(td, ("label", "y"))
     with pytest.raises(ValueError, match="one number for each row"):
         ragged.rows(td, "label")
+
+
+def test_each_part_of_a_lazy_stack_says_itself_whether_it_has_a_mask():
+    """In either order, the row with a mask is read by it, and the other one whole."""
+    bare = TensorDict({"tokens": torch.tensor([1, 5])})
+    masked = TensorDict({"tokens": torch.tensor([0, 6]), "attention_mask": torch.tensor([False, True])})
+    for parts, expected in (((bare, masked), [[1, 5], [6]]), ((masked, bare), [[6], [1, 5]])):
+        assert [row.tolist() for row in rows(lazy_stack(list(parts)), "tokens")] == expected
+
+
+def test_a_mask_of_another_width_is_refused_by_row():
+    td = TensorDict({"tokens": torch.tensor([[1, 5]]), "m": torch.ones(1, 3).bool()}, [1])
+    with pytest.raises(ValueError, match=r"'tokens', row 0: its mask 'm' has 3 entries for 2"):
+        rows(td, "tokens", mask="m")

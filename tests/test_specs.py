@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensordict import NonTensorData, NonTensorStack, TensorDict
+from tensordict import NonTensorData, NonTensorStack, TensorDict, lazy_stack
 
 from ramet.specs import Bounded, Categorical, Composite, NonTensor, Unbounded, describe
 
@@ -183,3 +183,111 @@ def test_values_are_described_in_few_words():
     jagged = torch.nested.nested_tensor_from_jagged(torch.arange(3), torch.tensor([0, 1, 3]))
     assert describe(jagged) == "int64 tensor of shape (2, ragged)"
     assert describe(NonTensorStack("a", "b")) == "non-tensor data of batch size (2,): ['a', 'b']"
+
+
+INF, NAN = float("inf"), float("nan")
+
+
+@pytest.mark.parametrize(
+    ("spec", "value", "expected"),
+    [
+        (Bounded(0, 200, (3,), dtype=torch.uint8), [300, -5, 256], [200, 0, 200]),
+        (Bounded(-5, 5, (2,), dtype=torch.int8), [300, -300], [5, -5]),
+        (Bounded(0, 9, (5,), dtype=torch.int64), [INF, 1e20, -INF, NAN, 4.4], [9, 9, 0, 0, 4]),
+        (Bounded(3, 9, (1,), dtype=torch.int64), [NAN], [3]),
+        (Bounded(-(2**63), 2**63 - 1, (2,), dtype=torch.int64), [INF, -INF], [2**63 - 1, -(2**63)]),
+        (Categorical(5, (2,)), [1.7, 1.2], [2, 1]),
+        (Categorical(2, (3,), dtype=torch.bool), [0.2, 0.7, -3.0], [False, True, False]),
+        (Categorical(1, (2,), dtype=torch.bool), [True, False], [False, False]),
+        (Unbounded((3,), dtype=torch.uint8), [300, -5, 7], [255, 0, 7]),
+        (Unbounded((2,), dtype=torch.int32), [1e20, 1.7], [2**31 - 1, 2]),
+        (Bounded(0.5, 2.5, (3,), dtype=torch.int64), [0, 2, 9], [1, 2, 2]),
+        (Bounded(-1, 1, (4,)), [NAN, INF, -INF, 0.25], [0.0, 1.0, -1.0, 0.25]),
+        (Bounded(-1e6, 1e6, (1,), dtype=torch.float16), [1e6], [65504.0]),
+    ],
+    ids=str,
+)
+def test_a_projection_casts_after_it_has_cut(spec, value, expected):
+    """So nothing wraps round, and fractions go to the nearest integer, not to zero; the result is in the spec."""
+    found = spec.project(torch.tensor(value))
+    assert found.dtype == spec.dtype
+    assert found.tolist() == expected
+    assert spec.is_in(found)
+
+
+def test_jagged_rows_are_projected_where_they_are():
+    """With their offsets."""
+    jagged = torch.nested.nested_tensor_from_jagged(torch.tensor([300, -5, 7]), torch.tensor([0, 1, 3]))
+    found = Bounded(0, 200, (2, -1), dtype=torch.uint8).project(jagged)
+    assert [row.tolist() for row in found.unbind()] == [[200], [0, 7]]
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        Bounded(0.33, 0.53, (5000,), dtype=torch.float16),
+        Bounded(0.92, 1.12, (5000,), dtype=torch.bfloat16),
+        Bounded(0.1, 0.7, (5000,)),
+        Bounded(0.7, 0.7, (10,)),
+        Bounded(-3e38, 3e38, (4,)),
+        Bounded(-1.7e308, 1.7e308, (4,), dtype=torch.float64),
+        Bounded(-INF, INF, (50,)),
+        Bounded(2, INF, (50,)),
+        Bounded(-INF, 2, (50,), dtype=torch.float16),
+        Bounded(-1e6, 1e6, (50,), dtype=torch.float16),
+        Bounded(0.5, 2.5, (100,), dtype=torch.int64),
+        Bounded(-(2**63), 2**63 - 1, (9,), dtype=torch.int64),
+        Bounded(-INF, INF, (9,), dtype=torch.int64),
+        Bounded(-5, 300, (100,), dtype=torch.uint8),
+        Categorical(1, (20,), dtype=torch.bool),
+        Bounded(1, 3, (20,), dtype=torch.bool),
+    ],
+    ids=str,
+)
+def test_a_spec_holds_what_it_draws_at_the_ends_of_its_dtype(spec):
+    """Where the ends are rounded by the dtype, are as far apart as it reaches, or are no numbers of it."""
+    drawn = spec.rand(generator=generator())
+    assert spec.is_in(drawn)
+    assert spec.is_in(spec.zero())
+    assert torch.equal(spec.project(drawn), drawn)
+    if drawn.dtype.is_floating_point:
+        assert drawn.isfinite().all()
+
+
+def test_the_ends_of_a_range_are_in_it_as_the_dtype_says_them():
+    """0.7 is rounded down in float32; bool has a range too."""
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        spec = Bounded(0.7, 0.9, (2,), dtype=dtype)
+        ends = torch.tensor([0.7, 0.9], dtype=dtype)
+        assert spec.is_in(ends)
+        assert not spec.is_in(torch.nextafter(ends.double(), torch.tensor([0.0, 1.0]).double()).to(dtype) - 0.1)
+    assert not Categorical(1, dtype=torch.bool).is_in(torch.tensor(True))
+    assert not Bounded(1, 1, (), dtype=torch.bool).is_in(torch.tensor(False))
+    assert not Bounded(0, 1).is_in(torch.tensor([NAN]))
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "dtype"),
+    [(0.2, 0.8, torch.int64), (2, 3, torch.bool), (300, 400, torch.uint8), (-9, -1, torch.uint8)],
+)
+def test_a_range_without_a_value_of_the_dtype_is_refused(low, high, dtype):
+    """At construction, and at a change of the dtype."""
+    with pytest.raises(ValueError, match=f"there is no {str(dtype)[6:]} from {low} to {high}"):
+        Bounded(low, high, dtype=dtype)
+    with pytest.raises(ValueError, match=f"there is no {str(dtype)[6:]}"):
+        Bounded(low, high).to(dtype)
+    with pytest.raises(ValueError, match="no order"):
+        Bounded(low, high, dtype=torch.complex64)
+
+
+def test_a_projection_of_a_composite_names_what_is_missing_and_keeps_a_stack():
+    """Nested keys too; rows of other lengths stay as they are."""
+    spec = Composite({"a": Categorical(9, (2, -1)), "in": {"b": Unbounded((2,))}}, shape=(2,))
+    rows = [TensorDict({"a": torch.tensor(ids), "in": {"b": torch.tensor(0.0)}}) for ids in ([10, 1], [-1])]
+    found = spec.project(lazy_stack(rows))
+    assert [row["a"].tolist() for row in found.unbind(0)] == [[8, 1], [0]]
+    assert spec.is_in(found)
+    with pytest.raises(KeyError, match=r"\('in', 'b'\) is missing.*Unbounded"):
+        spec.project(TensorDict({"a": torch.ones(2, 1)}, [2]))
+    with pytest.raises(KeyError, match="'a' is missing"):
+        Composite({"a": Unbounded()}).project(TensorDict())

@@ -24,19 +24,30 @@ if TYPE_CHECKING:
     )
     from ramet.envs.check import check_env_specs
     from ramet.envs.env import EnvBase, TransformedEnv
+    from ramet.envs.hashing import LLMHashingEnv
     from ramet.envs.llm import LLMEnv
     from ramet.errors import RametError
-    from ramet.forest import Forest, Scores, score
+    from ramet.forest import Forest, MCTSForest, Scores, SipHash, score
     from ramet.policies.policy import Actor, Policy
+    from ramet.policies.scoring import TransformersScorer
     from ramet.policies.scripted import ScriptedPolicy
     from ramet.policies.transformers import TransformersPolicy
     from ramet.prompts import Prompts
-    from ramet.ragged import pad, rows
+    from ramet.ragged import as_nested_tensor, as_padded_tensor, compact, pad, rows
     from ramet.rollouts import collect
     from ramet.specs import Bounded, Categorical, Composite, NonTensor, Unbounded
     from ramet.tasks import Judge, Task
     from ramet.trainer import Result, Trainer
-    from ramet.transforms import Compose, StepCounter, Transform
+    from ramet.transforms import (
+        Compose,
+        DataLoadingPrimer,
+        KLRewardTransform,
+        RewardSum,
+        StepCounter,
+        TensorDictPrimer,
+        Tokenizer,
+        Transform,
+    )
     from ramet.types import Draw, Kind, Outcome, Sample, Sampling, StopReason
 
 _PLACES = {
@@ -44,17 +55,28 @@ _PLACES = {
     "ramet.errors": ("RametError",),
     "ramet.prompts": ("Prompts",),
     "ramet.specs": ("Composite", "NonTensor", "Unbounded", "Bounded", "Categorical"),
-    "ramet.ragged": ("rows", "pad"),
-    "ramet.transforms": ("Transform", "Compose", "StepCounter"),
+    "ramet.ragged": ("rows", "pad", "compact", "as_nested_tensor", "as_padded_tensor"),
+    "ramet.transforms": (
+        "Transform",
+        "Compose",
+        "TensorDictPrimer",
+        "DataLoadingPrimer",
+        "Tokenizer",
+        "StepCounter",
+        "RewardSum",
+        "KLRewardTransform",
+    ),
     "ramet.envs.env": ("EnvBase", "TransformedEnv"),
     "ramet.envs.llm": ("LLMEnv",),
+    "ramet.envs.hashing": ("LLMHashingEnv",),
     "ramet.envs.check": ("check_env_specs",),
     "ramet.tasks": ("Task", "Judge"),
     "ramet.policies.policy": ("Policy", "Actor"),
     "ramet.policies.transformers": ("TransformersPolicy",),
     "ramet.policies.scripted": ("ScriptedPolicy",),
+    "ramet.policies.scoring": ("TransformersScorer",),
     "ramet.rollouts": ("collect",),
-    "ramet.forest": ("Forest", "score", "Scores"),
+    "ramet.forest": ("Forest", "MCTSForest", "SipHash", "score", "Scores"),
     "ramet.config": (
         "TrainConfig",
         "ModelConfig",
@@ -78,15 +100,19 @@ __all__ = [
     "CheckpointConfig",
     "Compose",
     "Composite",
+    "DataLoadingPrimer",
     "Draw",
     "EnvBase",
     "EvaluationConfig",
     "Forest",
     "Judge",
     "KLConfig",
+    "KLRewardTransform",
     "Kind",
     "LLMEnv",
+    "LLMHashingEnv",
     "LossConfig",
+    "MCTSForest",
     "ModelConfig",
     "NonTensor",
     "OptimizerConfig",
@@ -95,22 +121,30 @@ __all__ = [
     "Prompts",
     "RametError",
     "Result",
+    "RewardSum",
     "RolloutConfig",
     "Sample",
     "Sampling",
     "Scores",
     "ScriptedPolicy",
+    "SipHash",
     "StepCounter",
     "StopReason",
     "Task",
+    "TensorDictPrimer",
+    "Tokenizer",
     "TrainConfig",
     "Trainer",
     "Transform",
     "TransformedEnv",
     "TransformersPolicy",
+    "TransformersScorer",
     "Unbounded",
+    "as_nested_tensor",
+    "as_padded_tensor",
     "check_env_specs",
     "collect",
+    "compact",
     "pad",
     "rows",
     "score",

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, lazy_stack
 
 from ramet.envs.check import check_env_specs
 from ramet.envs.env import EnvBase, TransformedEnv
+from ramet.ragged import rows
 from ramet.specs import Bounded, Categorical, Composite, Unbounded
 from ramet.transforms.step_counter import StepCounter
-from ramet.transforms.transform import Transform
+from ramet.transforms.transform import Compose, Transform
 
 
 class Walk(EnvBase):
@@ -324,3 +327,125 @@ def test_moving_to_a_device_moves_specs_and_inputs():
     assert env.device == torch.device("cpu")
     assert env.observation_spec["at"].device == torch.device("cpu")
     assert env.reset(TensorDict({"label": torch.arange(3)}, [3])).device == torch.device("cpu")
+
+
+class Renamed(Transform):
+    """The reward under another key, and one action more."""
+
+    def __init__(self):
+        super().__init__(in_keys=["reward"], out_keys=["gain"])
+
+    def _step(self, td, next_td):
+        return next_td.set(self.out_keys[0], next_td.pop(self.in_keys[0]))
+
+    def transform_action_spec(self, spec):
+        spec["other"] = spec["action"]
+        return spec
+
+    def transform_reward_spec(self, spec):
+        spec[self.out_keys[0]] = spec[self.in_keys[0]]
+        del spec[self.in_keys[0]]
+        return spec
+
+
+def test_keys_follow_what_is_appended_and_set():
+    """Whoever asked before: after a transform is appended, inside another too, or its keys change, or a spec is set."""
+    env = Walk().append_transform(StepCounter())
+    assert (env.action_keys, env.consumed_keys, env.reward_keys) == (["action"], ["action"], ["reward"])
+    renamed = Renamed()
+    env.append_transform(renamed)
+    assert (env.action_keys, env.consumed_keys, env.reward_keys) == (["action", "other"], ["action", "other"], ["gain"])
+    renamed.out_keys[0] = "won"
+    assert env.reward_keys == ["won"]
+    more = Composite({key: Unbounded((3, 1)) for key in ("reward", "bonus")}, shape=[3])
+    env.base_env.reward_spec = more
+    assert sorted(env.reward_keys) == ["bonus", "won"]
+    more["third"] = Unbounded((3, 1))
+    assert sorted(env.reward_keys) == ["bonus", "third", "won"]
+    env.reward_keys.clear()
+    assert sorted(env.reward_keys) == ["bonus", "third", "won"]
+
+    inner = Compose(StepCounter())
+    nested = Walk().append_transform(Compose(inner))
+    assert nested.reward_keys == ["reward"]
+    inner.append(Renamed())
+    assert nested.reward_keys == ["gain"]
+
+
+def test_keys_are_not_made_anew_at_each_step():
+    """However many steps are played, the specs are transformed a few times."""
+    asked = []
+
+    class Asked(StepCounter):
+        def transform_reward_spec(self, spec):
+            asked.append("reward")
+            return super().transform_reward_spec(spec)
+
+        def transform_action_spec(self, spec):
+            asked.append("action")
+            return super().transform_action_spec(spec)
+
+    env = Walk(goal=1000).append_transform(Asked())
+    env.rollout(5, walk_by(1, 1, 1))
+    before = len(asked)
+    env.rollout(50, walk_by(1, 1, 1), break_when_all_done=True)
+    assert before <= 4
+    assert len(asked) == before
+
+
+@pytest.mark.parametrize("device", [None, "cpu"])
+@pytest.mark.parametrize("form", ["plain", "named", "nested", "stack"])
+def test_the_next_state_is_what_came_back_and_what_nobody_owns(device, form):
+    """In every form of TensorDict: without action, reward and "next"; what was stepped is left as it was."""
+    env = Walk(device=device)
+    state = env.reset(TensorDict({"label": torch.arange(3), "at": torch.zeros(3, 1), "words": ["a", "b", "c"]}, [3]))
+    if form == "named":
+        state.names = ["row"]
+    if form == "nested":
+        state["more", "inner"] = torch.ones(3)
+    if form == "stack":
+        state = lazy_stack(list(state.unbind(0)), 0)
+    walk_by(1, 2, 1)(state)
+    td = env.step(state)
+    if form == "nested":
+        td["next", "more"] = TensorDict({"added": torch.zeros(3)}, [3])
+    keys = set(td.keys(True))
+    after = env.step_mdp(td)
+    assert set(td.keys(True)) == keys
+    names = {"label", "words", "at", "done", "terminated", "truncated"} | ({"more"} if form == "nested" else set())
+    assert set(after.keys()) == names
+    assert after["at"].tolist() == [[1], [2], [1]]
+    assert after["label"].tolist() == [0, 1, 2]
+    assert rows(after, "words") == ["a", "b", "c"]
+    assert after.device == state.device
+    assert after.batch_size == torch.Size([3])
+    if form == "named":
+        assert after.names == ["row"]
+    if form == "nested":
+        assert set(after["more"].keys()) == {"inner", "added"}
+        assert set(td["more"].keys()) == {"inner"}
+        after["more", "inner"] = torch.zeros(3)
+        assert td["more", "inner"].tolist() == [1, 1, 1]
+    after["words"] = ["x", "y", "z"]
+    after["at"] = torch.zeros(3, 1)
+    assert rows(td, "words") == ["a", "b", "c"]
+    assert td["next", "at"].tolist() == [[1], [2], [1]]
+
+
+def test_rows_still_going_are_marked_when_another_row_ends_the_rollout():
+    """Every row of a rollout that says `set_truncated` ends, of its own or cut."""
+    rollout = Walk().rollout(9, walk_by(1, 1, 2), set_truncated=True)
+    last = rollout["next"][:, -1]
+    assert last["terminated"].any()
+    assert not last["terminated"].all()
+    assert last["truncated"].tolist() == (~last["terminated"]).tolist()
+    assert last["done"].all()
+
+
+def test_a_copy_that_was_pickled_goes_on_with_the_same_random_numbers():
+    env = Walk().append_transform(StepCounter())
+    env.set_seed(3)
+    copied = pickle.loads(pickle.dumps(env))
+    assert copied.generator is copied.base_env.generator
+    state = env.reset()
+    assert copied.rand_action(state.copy())["action"].tolist() == env.rand_action(state.copy())["action"].tolist()

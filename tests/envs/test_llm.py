@@ -22,7 +22,8 @@ from tensordict import (
 import ramet.ragged as ragged
 from ramet.envs.check import check_env_specs
 from ramet.envs.llm import LLMEnv
-from ramet.ragged import Ragged
+from ramet.ragged import Ragged, Text
+from ramet.ragged.text_entry import text_of
 from ramet.specs import Bounded, Categorical, NonTensor, Unbounded
 from ramet.transforms.step_counter import StepCounter
 
@@ -482,6 +483,138 @@ def test_text_specs_and_the_contract(text_env):
     check_env_specs(text_env, tensordict=TensorDict({"text": NonTensorStack("a", "b")}, [2]))
 
 
+def test_text_is_kept_in_segments_and_joined_when_read(text_env):
+    """With a batch and without: what a step makes is unread, also after `step_mdp`, a step and a reset of some rows."""
+    for size, batch in (([2], True), ([], False)):
+        state = text_env.reset(TensorDict({"text": NonTensorStack("a", "b") if batch else "a"}, size))
+        parts = [Text.of(["c", "d"]) if batch else Text.of(["c"]) for _ in range(3)]
+        for part in parts:
+            state.set("text_response", part.entry(batch))
+            td = text_env.step(state)
+            state = text_env.step_mdp(td)
+            assert text_of(td["next"].get("text")) is text_of(state.get("text")) is not None
+            assert text_of(td.get("text_response")) is part
+        assert state["text"] == (["accc", "bddd"] if batch else "accc")
+    state = text_env.reset(TensorDict({"text": NonTensorStack("a", "b")}, [2]))
+    state.set("text_response", Text.of(["c", "d"]).entry())
+    state["_step"] = torch.tensor([False, True])
+    state = text_env.step_mdp(text_env.step(state))
+    assert text_of(state.get("text")) is not None
+    assert state["text"] == ["a", "bd"]
+    state["_reset"] = torch.tensor([True, False])
+    assert text_of(text_env.reset(state).get("text")) is not None
+
+
+def test_a_list_is_an_action_and_other_strings_survive(text_env):
+    """As people write it; a column of strings that the environment does not own is as it was, and may be changed."""
+    given_td = TensorDict({"text": NonTensorStack("a", "a"), "answer": NonTensorStack("4", "5")}, [2])
+    state = text_env.reset(given_td)
+    state["text_response"] = ["b", "c"]
+    state = text_env.step_mdp(text_env.step(state))
+    assert state["text"] == ["ab", "ac"]
+    assert state["answer"] == ["4", "5"]
+    state["answer"][0] = "6"
+    assert state["answer"] == ["6", "5"]
+    assert given_td["answer"] == ["4", "5"]
+    assert state[1]["text"] == "ac"
+
+
+def test_keys_of_text_may_be_nested():
+    env = LLMEnv(str_key=("data", "text"), action_key=("data", "answer"), eos_token_id=EOS)
+    td = env.reset(TensorDict({"data": {"text": NonTensorStack("a", "b"), "id": torch.arange(2)}}, [2]))
+    td["data", "answer"] = NonTensorStack("c", "d")
+    td["tokens_response"] = torch.tensor([[EOS], [3]])
+    td = env.step(td)
+    assert ragged.rows(td, ("next", "data", "text")) == ["ac", "bd"]
+    assert td["next", "done"].tolist() == [[True], [False]]
+    state = env.step_mdp(td)
+    assert state["data", "id"].tolist() == [0, 1]
+    assert ("data", "answer") not in state.keys(True, True)
+    state["data", "answer"] = NonTensorStack(NonTensorData("c"), NonTensorData(3))
+    state["tokens_response"] = torch.tensor([[EOS], [3]])
+    with pytest.raises(TypeError, match=r"\('data', 'answer'\), row 1: expected str, found int"):
+        env.step(state)
+
+
+def test_the_tokens_of_an_answer_do_not_end_the_next_one():
+    """They are used up with the text of it; a policy that writes none the next time is told."""
+    env = LLMEnv(eos_token_id=EOS)
+    state = env.reset(TensorDict({"text": NonTensorStack("a", "b")}, [2]))
+    state["text_response"], state["tokens_response"] = NonTensorStack("c", "d"), jagged([[EOS], [3]])
+    state = env.step_mdp(env.step(state))
+    assert "tokens_response" not in state.keys()  # noqa: SIM118
+    state["text_response"] = NonTensorStack("c", "d")
+    with pytest.raises(RuntimeError, match="'tokens_response' is missing"):
+        env.step(state)
+
+
+def test_a_random_text_is_the_example_and_a_random_row_has_one_token():
+    """None asks for the text of a model."""
+    env = LLMEnv(eos_token_id=EOS, batch_size=2)
+    assert env.rand_action()["text_response"] == ["a string"] * 2
+    assert token_env(batch_size=2, vocab_size=3).rand_action()["tokens_response"].shape == (2, 1)
+    assert token_env().fake_tensordict()["tokens"].shape == (1,)
+
+
+def test_jagged_input_updates_its_mask_too():
+    """It grows by ones over the tokens of the action, and by none where there are none."""
+    env = token_env()
+    state = env.reset(prompts([[1, 2], [3]], "jagged"))
+    state["tokens_response"] = jagged([[4], []])
+    next_td = env.step(state)["next"]
+    assert [row.tolist() for row in ragged.rows(next_td, "attention_mask")] == [[True] * 3, [True]]
+    assert read(next_td) == [[1, 2, 4], [3]]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_actions_of_no_tokens_are_legal(layout):
+    """In all rows: nothing changes, nothing ends, nothing is rewarded."""
+    env = token_env(assign_done=layout != "lazy", assign_reward=layout != "lazy")
+    state = env.reset(prompts([[1, 2], [3]], layout))
+    state["tokens_response"] = torch.zeros(2, 0, dtype=torch.int64)
+    td = env.step(state)
+    assert read(td["next"]) == [[1, 2], [3]]
+    assert td["next", "done"].tolist() == [[False], [False]]
+    if layout != "lazy":
+        assert td["next", "reward"].shape == td["next", "tokens_data", "done"].shape == (2, 0)
+
+
+def test_flags_are_true_exactly_at_eos_and_padding_is_never_counted():
+    """Neither that of the prompt, made of the eos, nor any room behind the tokens of a jagged answer."""
+    env = token_env(assign_done=True)
+    state = env.reset(prompts([[5, 6], [7]], "padded"))
+    roomy = Ragged(torch.tensor([3, EOS, 4, EOS, EOS]), torch.tensor([0, 3, 5]), torch.tensor([1, 1]))
+    state["tokens_response"] = roomy.jagged()
+    next_td = env.step(state)["next"]
+    assert read(next_td, ("tokens_data", "done")) == [[False], [True]]
+    assert read(next_td, ("tokens_data", "terminated")) == [[False], [True]]
+    assert next_td["done"].tolist() == [[False], [True]]
+
+
+def test_an_environment_without_batch_draws_as_many_rows_as_it_is_asked_for():
+    """Three for a TensorDict of three; a rollout that begins there is [3, T]."""
+    env = LLMEnv.from_dataloader([torch.tensor([1, 2]), torch.tensor([3, 4])], from_text=False, eos_token_id=-1)
+    td = env.reset(TensorDict(batch_size=[3]))
+    assert read(td) == [[1, 2], [3, 4], [1, 2]]
+    assert env.rollout(3, auto_reset=False, tensordict=td).batch_size == (3, 3)
+    assert env.reset().batch_size == ()
+
+
+def test_a_long_episode_holds_its_tokens_a_few_times():
+    """T steps of k tokens cost O(T k): the buffers of all observations together, dense and jagged, masks included."""
+    for layout in ("padded", "jagged"):
+        env = token_env()
+        action = {"tokens_response": torch.ones(2, 10, dtype=torch.int64)}
+        td = env.rollout(100, lambda td, given=action: td.update(given), tensordict=prompts([[1, 2], [3]], layout))
+        storages = {}
+        for step in td.unbind(1):
+            for key in ("tokens", "attention_mask"):
+                entry = step["next", key]
+                storage = (entry.values() if entry.is_nested else entry).untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
+        assert sum(storages.values()) < 5 * 2 * 1002 * 9
+
+
 class _Answering(LLMEnv):
     """An environment of a user's own: it adds a token of its own behind each action, and ends rows on its own terms."""
 
@@ -501,3 +634,45 @@ def test_a_subclass_may_override_step() -> None:
     after = env.step(td)["next"]
     assert after["tokens"].tolist() == [[1, 7, 99], [3, 8, 99]]
     assert after["terminated"].tolist() == after["done"].tolist() == [[True], [False]]
+
+
+def test_right_the_mask_of_an_action_says_which_of_its_tokens_are_real():
+    """Padding that has the id of the eos neither ends the row nor is appended."""
+    env = LLMEnv(from_text=False, action_key=("said", "tokens"), eos_token_id=0, assign_done=True)
+    ones = torch.ones(2, 2, dtype=torch.bool)
+    td = env.reset(TensorDict({"tokens": torch.tensor([[1, 2], [3, 4]]), "attention_mask": ones}, [2]))
+    real = torch.tensor([[True, True], [True, False]])
+    td["said"] = TensorDict({"tokens": torch.tensor([[5, 6], [7, 0]]), "attention_mask": real}, [2])
+    after = env.step(td)["next"]
+    assert [row.tolist() for row in ragged.rows(after, "tokens")] == [[1, 2, 5, 6], [3, 4, 7]]
+    assert after["done"].tolist() == [[False], [False]]
+    assert [flags.tolist() for flags in ragged.rows(after, ("tokens_data", "done"))] == [[False, False], [False]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_tokens_of_a_type_that_holds_no_ids_are_refused(dtype):
+    env = LLMEnv(from_text=False, eos_token_id=9)
+    with pytest.raises(TypeError, match="'tokens' must hold token ids, int64"):
+        env.reset(TensorDict({"tokens": torch.tensor([[1, 0]]).to(dtype)}, [1]))
+    td = env.reset(TensorDict({"tokens": torch.tensor([[1, 0]])}, [1]))
+    with pytest.raises(TypeError, match="'tokens_response' must hold token ids"):
+        env.step(td.set("tokens_response", torch.tensor([[1]]).to(dtype)))
+
+
+def test_prompts_of_narrow_integers_take_any_token():
+    """A token that does not fit into the type of the prompt is not cut."""
+    env = LLMEnv(from_text=False, eos_token_id=9)
+    td = env.reset(TensorDict({"tokens": torch.tensor([[1, 2]], dtype=torch.uint8)}, [1]))
+    td["tokens_response"] = torch.tensor([[300]])
+    assert env.step(td)["next", "tokens"].tolist() == [[1, 2, 300]]
+
+
+def test_an_end_is_one_id():
+    with pytest.raises(TypeError, match="eos_token_id must be one token id"):
+        LLMEnv(eos_token_id=[1, 2])
+
+
+def test_a_text_environment_with_an_end_keeps_its_contract_and_plays_without_a_policy():
+    env = LLMEnv.from_dataloader(["a", "b"], eos_token_id=2)
+    check_env_specs(env)
+    assert env.rollout(2).batch_size == (2,)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ramet.errors import ForestError
 from ramet.forest import hashing
-from ramet.forest.hashing import SipHash, fold, initial, prefix_hashes
+from ramet.forest.hashing import SipHash, absorb, fold, initial, prefix_hashes
 
 # SipHash-2-4 under the key 00 01 .. 0f of the messages 00 01 .. of 0 to 63 bytes, as the authors publish them.
 VECTORS = """
@@ -107,7 +107,7 @@ def test_digest_equals_the_oracle_for_any_key_and_message(key: bytes, message: b
     assert SipHash(key).digest(message) == siphash(message, key)
 
 
-@pytest.mark.parametrize("count", [0, 1, 10, 11, 40])
+@pytest.mark.parametrize("count", [0, 1, 4, 5, 10, 11, 40, 256, 257])
 @pytest.mark.parametrize("width", [0, 1, 2, 3, 33])
 def test_each_row_is_the_hash_of_its_bytes(count: int, width: int) -> None:
     generator = torch.Generator().manual_seed(count)
@@ -223,6 +223,32 @@ def test_fold_returns_every_hash_on_the_way(module: hashing.PrefixHash, shape: t
     found = fold(start, tokens, module)
     assert found.dtype == torch.int64
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("module", [SipHash(), SipHash(bytes(16)), polynomial])
+@pytest.mark.parametrize("count", [0, 1, 3, 70, 300])
+def test_absorb_takes_one_step_of_the_fold(module: hashing.PrefixHash, count: int) -> None:
+    hashes, tokens = torch.arange(count) * 10**15 - 7, torch.arange(count, dtype=torch.int32) - 3
+    copies = hashes.clone(), tokens.clone()
+    found = absorb(hashes, tokens, module)
+    assert found.dtype == torch.int64
+    assert found.tolist() == fold(hashes, tokens[:, None], module).view(-1).tolist()
+    assert torch.equal(hashes, copies[0])
+    assert torch.equal(tokens, copies[1])
+
+
+def test_absorb_equals_the_slow_fold() -> None:
+    starts = [5, -6, 2**62]
+    expected = [siphash_row([start, token]) for start, token in zip(starts, [1, 2, 3], strict=True)]
+    assert absorb(torch.tensor(starts), torch.tensor([1, 2, 3])).tolist() == expected
+
+
+def test_absorb_refuses_what_does_not_fit() -> None:
+    with pytest.raises(ForestError, match=r"hashes \[N\] and tokens \[N\]: found \[2\] and \[2, 1\]"):
+        absorb(torch.arange(2), torch.arange(2)[:, None])
+    for module in (SipHash(), polynomial):
+        with pytest.raises(TypeError, match=r"tokens must hold integers: found torch\.float32"):
+            absorb(torch.arange(2), torch.ones(2), module)
 
 
 def test_inputs_are_left_as_they_were() -> None:

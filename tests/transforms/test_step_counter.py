@@ -6,6 +6,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from ramet.envs.check import check_env_specs
 from ramet.envs.llm import LLMEnv
 from ramet.transforms.step_counter import StepCounter
 
@@ -49,3 +50,10 @@ def test_no_limit_only_counts_and_keys_can_be_named():
     assert (next_td["cut"].item(), next_td["done"].item()) == (True, True)
     with pytest.raises(ValueError, match="at least 1: found 0"):
         StepCounter(0)
+
+
+def test_a_cut_of_another_name_is_there_from_the_reset_on():
+    env = LLMEnv(from_text=False, eos_token_id=0, batch_size=1).append_transform(StepCounter(2, truncated_key="cut"))
+    check_env_specs(env)
+    td = env.reset(TensorDict({"tokens": torch.tensor([[1]]), "attention_mask": torch.ones(1, 1).bool()}, [1]))
+    assert td["cut"].tolist() == [[False]]

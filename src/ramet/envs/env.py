@@ -8,17 +8,33 @@ survive. Dimensions: *B is the batch size, T the steps of a rollout.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
 import torch
-from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_leaf_nontensor, lazy_stack
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 
 from ramet import ragged
-from ramet.specs import Composite, KeyPath, describe
-from ramet.transforms.env_specs import FLAGS, EnvSpecs
-from ramet.transforms.transform import Compose, Transform
+from ramet.envs.entries import (
+    advanced,
+    choose_padded,
+    complete_flags,
+    copied,
+    entry,
+    leaves,
+    merge,
+    row_mask,
+    same,
+    whole,
+    with_next,
+    without,
+)
+from ramet.specs import Composite, KeyPath
+from ramet.transforms.env_specs import EnvSpecs
+from ramet.transforms.transform import Compose, Transform, checked
+
+__all__ = ["EnvBase", "TransformedEnv", "complete_flags", "entry", "row_mask", "whole"]
 
 
 class EnvBase(EnvSpecs, ABC):
@@ -38,6 +54,18 @@ class EnvBase(EnvSpecs, ABC):
         super().__init__(batch_size, device)
         self.batch_locked = batch_locked
         self.generator = torch.Generator()
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(vars(self))
+        if "generator" in state:  # a generator itself does not get through to a new process
+            state["generator"] = self.generator.get_state().numpy().tobytes()
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        if "generator" in state:
+            self.generator = torch.Generator()
+            self.generator.set_state(torch.frombuffer(bytearray(state["generator"]), dtype=torch.uint8))
 
     # What an author writes.
 
@@ -64,9 +92,13 @@ class EnvBase(EnvSpecs, ABC):
                 if not flag:
                     self._put_back(before, row, torch.zeros((), dtype=torch.bool))
             return
-        for key in _leaves(new):
+        keys = leaves(new)
+        padded = choose_padded(td, new, mask, keys)
+        for key in keys:
             value: Any = new.get(key)
-            if settled is not None and settled.get(key, None) is value:
+            if key in padded:
+                continue
+            if settled is not None and same(settled.get(key, None), value):
                 continue
             rewarded = key in self.reward_keys and isinstance(value, Tensor)
             old = torch.zeros_like(value) if rewarded else whole(td, key)
@@ -78,14 +110,14 @@ class EnvBase(EnvSpecs, ABC):
     def reset(self, td: TensorDictBase | None = None) -> TensorDictBase:
         """Begin an episode in every row, or in those that the boolean `"_reset"` (*B) or (*B, 1) of `td` names."""
         td = self._enter(td)
-        return _without("_reset", self._reset_rows(td, row_mask(td, "_reset")))
+        return without("_reset", self._reset_rows(td, row_mask(td, "_reset")))
 
     def _reset_rows(self, td: TensorDictBase, mask: Tensor | None) -> TensorDictBase:
         fresh = self._reset(td.copy())
         complete_flags(fresh)
         if mask is not None:
             self._put_back(td, fresh, mask)
-        return td.update(fresh)
+        return merge(td, fresh)
 
     def step(self, td: TensorDictBase) -> TensorDictBase:
         """Return `td` with the result of its action under `"next"`.
@@ -94,7 +126,7 @@ class EnvBase(EnvSpecs, ABC):
         """
         td = self._enter(td)
         next_td = self._step_rows(td, row_mask(td, "_step"))
-        return _without("_step", td).set("next", next_td)
+        return with_next(without("_step", td), next_td)
 
     def _step_rows(self, td: TensorDictBase, mask: Tensor | None) -> TensorDictBase:
         next_td = self._step(td)
@@ -105,12 +137,18 @@ class EnvBase(EnvSpecs, ABC):
 
     def step_mdp(self, td: TensorDictBase) -> TensorDictBase:
         """Return the state after a step: what is under `"next"` without rewards, and the other keys without actions."""
-        state, rewards = td.copy(), self.reward_keys
+        if entry(td, "next") is None:
+            raise KeyError(f"step_mdp needs what step returned: there is no 'next' among {sorted(map(str, td.keys()))}")
+        rewards, consumed = self.reward_keys, self.consumed_keys
+        quick = advanced(td, td.get("next", None), consumed, rewards)
+        if quick is not None:
+            return quick
+        state = td.copy()
         next_td: TensorDictBase = state.pop("next")  # type: ignore[assignment]
-        gone = [key for key in (*rewards, *self.action_keys) if entry(state, key) is not None]
+        gone = [key for key in (*rewards, *consumed) if entry(state, key) is not None]
         for key in gone:
             del state[key]
-        return state.update(next_td.exclude(*rewards) if rewards else next_td)
+        return merge(state, next_td.exclude(*rewards) if rewards else next_td)
 
     def step_and_maybe_reset(self, td: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
         """Step, and return the result and the next state, in which the rows that ended have been reset."""
@@ -162,8 +200,8 @@ class EnvBase(EnvSpecs, ABC):
 
         Ragged entries stay as they are in each step: read them by `ramet.rows` and `ramet.pad`.
         """
-        if max_steps < 1:
-            raise ValueError(f"max_steps must be at least 1: found {max_steps}")
+        if type(max_steps) is not int or max_steps < 1:
+            raise ValueError(f"max_steps must be a whole number, at least 1: found {max_steps!r}")
         if auto_reset:
             state = self.reset(tensordict)
         elif tensordict is None:
@@ -186,13 +224,13 @@ class EnvBase(EnvSpecs, ABC):
             state = self.step_mdp(td)
             if not (break_when_all_done or break_when_any_done) and bool(done.any()):
                 state = self.reset(state.set("_reset", done))
-        if set_truncated and not ended:
+        if set_truncated:
             _truncate(steps[-1].get("next"))
         return lazy_stack(steps, len(steps[0].batch_size))
 
     def append_transform(self, transform: Transform) -> TransformedEnv:
         """Return the environment with `transform` around it."""
-        return TransformedEnv(self, transform)
+        return TransformedEnv(self, checked(transform))
 
     def to(self, device: torch.device | str) -> Self:
         """Move to a device: what goes in is moved there, and the specs say so."""
@@ -207,11 +245,13 @@ class EnvBase(EnvSpecs, ABC):
         """Return a shallow copy of `td` of the right batch and device, without what is left of an earlier step."""
         if td is None:
             return TensorDict({}, batch_size=self.batch_size, device=self.device)
+        if not isinstance(td, TensorDictBase):
+            raise TypeError(
+                f"expected a TensorDict, found a {type(td).__name__}: TensorDict({{...}}, batch_size=[...])"
+            )
         self._check_batch(td)
-        td = td.copy()
-        if self.device is not None and td.device != self.device:
-            td = td.to(self.device)
-        return _without("next", td)
+        td = copied(td, but=("next",))
+        return td if self.device is None or td.device == self.device else td.to(self.device)
 
     def _check_batch(self, td: TensorDictBase) -> None:
         if td.batch_size != self.batch_size and self.batch_locked:
@@ -226,9 +266,34 @@ class TransformedEnv(EnvBase):
 
     def __init__(self, base_env: EnvBase, transform: Transform | None = None) -> None:
         self.base_env = base_env
-        self.transform = Compose() if transform is None else transform
-        self.generator = base_env.generator
+        if not isinstance(base_env, EnvBase):
+            raise TypeError(f"expected an environment, found a {type(base_env).__name__}")
+        self.transform = Compose() if transform is None else checked(transform)
         self.transform.attach(base_env)
+
+    def _keys(self, name: str, base_keys: list[KeyPath], spec: Callable[[], Composite]) -> list[KeyPath]:
+        """Return the keys of a spec, which is only made anew where the keys inside or the transforms are others."""
+        known: dict[str, tuple[Any, list[KeyPath]]] = vars(self).setdefault("_known_keys", {})
+        made_of = (base_keys, [(part, _keys_of(part)) for part in _each(self.transform)])
+        if name not in known or known[name][0] != made_of:
+            as_now = (base_keys, [(part, [list(keys) for keys in lists]) for part, lists in made_of[1]])
+            known[name] = (as_now, spec().leaves())
+        return list(known[name][1])
+
+    @property
+    def action_keys(self) -> list[KeyPath]:
+        """Keys of the actions, before the transforms."""
+        return self._keys("action", self.base_env.action_keys, lambda: self.full_action_spec)
+
+    @property
+    def reward_keys(self) -> list[KeyPath]:
+        """Keys of the rewards, after the transforms."""
+        return self._keys("reward", self.base_env.reward_keys, lambda: self.full_reward_spec)
+
+    @property
+    def generator(self) -> torch.Generator:  # type: ignore[override]
+        """The random numbers of the environment inside."""
+        return self.base_env.generator
 
     @property
     def batch_size(self) -> torch.Size:  # type: ignore[override]
@@ -256,6 +321,12 @@ class TransformedEnv(EnvBase):
         return self.transform.transform_action_spec(self.base_env.full_action_spec.clone())
 
     @property
+    def consumed_keys(self) -> list[KeyPath]:
+        """Keys that a step uses up, those of the transforms included."""
+        keys = [*self.base_env.consumed_keys, *self.action_keys]
+        return self.transform.transform_consumed_keys(list(dict.fromkeys(keys)))
+
+    @property
     def full_reward_spec(self) -> Composite:
         """Specs of all rewards, after the transforms."""
         return self.transform.transform_reward_spec(self.base_env.full_reward_spec.clone())
@@ -265,8 +336,18 @@ class TransformedEnv(EnvBase):
         """Specs of all flags, after the transforms."""
         return self.transform.transform_done_spec(self.base_env.full_done_spec.clone())
 
+    @property
+    def prompt_key(self) -> KeyPath | None:
+        """Key under which the environment inside takes strings at a reset."""
+        return self.base_env.prompt_key
+
+    def mask_key(self, tokens: KeyPath) -> KeyPath | None:
+        """Return the key of the mask that the environment inside takes beside `tokens`."""
+        return self.base_env.mask_key(tokens)
+
     def append_transform(self, transform: Transform) -> TransformedEnv:
         """Add `transform` at the outer end of this environment, and return it."""
+        checked(transform)
         if not isinstance(self.transform, Compose):
             first, self.transform = self.transform, Compose()
             self.transform.attach(self.base_env)
@@ -291,19 +372,27 @@ class TransformedEnv(EnvBase):
         return self._step_rows(td, row_mask(td, "_step"))
 
     def _reset_rows(self, td: TensorDictBase, mask: Tensor | None) -> TensorDictBase:
-        td = self.transform._reset_env_preprocess(td)
-        inner = self.base_env._reset_rows(td.copy(), mask)
-        fresh = self.transform._reset(td, inner.copy())
-        if mask is not None:
-            self._put_back(td, fresh, mask, settled=inner)
+        try:
+            td = self.transform._reset_env_preprocess(td)
+            inner = self.base_env._reset_rows(copied(td), mask)
+            fresh = self.transform._reset(td, inner.copy())
+            if mask is not None:
+                self._put_back(td, fresh, mask, settled=inner)
+        except BaseException:
+            self.transform._undo_reset()
+            raise
         return fresh
 
     def _step_rows(self, td: TensorDictBase, mask: Tensor | None) -> TensorDictBase:
-        td = self.transform._inv_call(td.copy())
-        inner = self.base_env._step_rows(td, mask)
-        next_td = self.transform._step(td, inner.copy())
+        taken = self.transform._inv_call(copied(td))
+        inner = self.base_env._step_rows(taken, mask)
+        next_td = self.transform._step(taken, inner.copy())
         if mask is not None:
-            self._put_back(td, next_td, mask, settled=inner)
+            self._put_back(taken, next_td, mask, settled=inner)
+        derived = self.transform.transform_derived_keys([])
+        for key in self.consumed_keys:
+            if entry(taken, key) is not None and (key in derived or entry(td, key) is None):
+                td.set(key, whole(taken, key))
         return next_td
 
 
@@ -313,7 +402,19 @@ class _Seen(TransformedEnv):
     def __init__(self, base_env: EnvBase, transforms: tuple[Transform, ...]) -> None:
         self.base_env = base_env
         self.transform = Compose(*transforms)
-        self.generator = base_env.generator
+
+
+def _each(transform: Transform) -> Iterator[Transform]:
+    """Yield the transforms that others are composed of."""
+    if not isinstance(transform, Compose):
+        yield transform
+        return
+    for part in transform:
+        yield from _each(part)
+
+
+def _keys_of(transform: Transform) -> list[list[KeyPath]]:
+    return [transform.in_keys, transform.out_keys, transform.in_keys_inv, transform.out_keys_inv]
 
 
 def _act(policy: Callable[[TensorDictBase], Any], state: TensorDictBase) -> TensorDictBase:
@@ -331,62 +432,3 @@ def _truncate(next_td: TensorDictBase) -> None:
     done = next_td.get("done")
     next_td.set("truncated", next_td.get("truncated") | ~done)
     next_td.set("done", torch.ones_like(done))
-
-
-def row_mask(td: TensorDictBase, key: str) -> Tensor | None:
-    """Return the mask of rows (*B) under `key`; None if there is none or if it names all rows."""
-    mask = td.get(key, None)
-    if mask is None:
-        return None
-    size = td.batch_size
-    if mask.dtype is not torch.bool or mask.shape not in (size, torch.Size((*size, 1))):
-        raise ValueError(f"{key!r} must be bool of shape {tuple(size)} or {(*size, 1)}: found {describe(mask)}")
-    return None if bool(mask.all()) else mask.reshape(size)
-
-
-def complete_flags(td: TensorDictBase) -> None:
-    """Add the flags that an environment left out: `done` is `terminated | truncated`, and a bare `done` is an end."""
-    done, terminated, truncated = (td.get(flag, None) for flag in FLAGS)
-    if done is not None and terminated is not None and truncated is not None:
-        return
-    if done is None:
-        done = torch.zeros((*td.batch_size, 1), dtype=torch.bool, device=td.device)
-    if truncated is None:
-        truncated = torch.zeros_like(done) if terminated is None else done & ~terminated
-    if terminated is None:
-        terminated = done & ~truncated
-    td.set("done", terminated | truncated)
-    td.set("terminated", terminated)
-    td.set("truncated", truncated)
-
-
-def _without(key: str, td: TensorDictBase) -> TensorDictBase:
-    """Take `key` out of `td`."""
-    if key in td.keys():  # noqa: SIM118 (a TensorDict iterates over its rows)
-        del td[key]
-    return td
-
-
-def _leaves(td: TensorDictBase) -> list[KeyPath]:
-    return list(td.keys(True, True, is_leaf=is_leaf_nontensor))
-
-
-def entry(td: TensorDictBase, key: KeyPath) -> Any:
-    """Return what is under `key`, of the first row where `td` is a lazy stack; None if nothing is."""
-    path = (key,) if isinstance(key, str) else key
-    if isinstance(td, LazyStackedTensorDict):
-        td = td.unbind(td.stack_dim)[0]  # rows may be ragged; whether they have the key, one tells
-    found: Any = td
-    for name in path:
-        found = found.get(name, None) if isinstance(found, TensorDictBase) else None
-    return found
-
-
-def whole(td: TensorDictBase, key: KeyPath) -> Any:
-    """Return what is under `key` for all rows, jagged where the rows of a lazy stack differ; None if nothing is."""
-    first = entry(td, key)
-    if isinstance(td, LazyStackedTensorDict) and isinstance(first, Tensor):
-        rows = [entry(row, key) for row in td.unbind(td.stack_dim)]
-        if len({row.shape for row in rows}) > 1:
-            return ragged.Ragged.from_rows(rows).jagged()
-    return None if first is None else td.get(key)

@@ -1,6 +1,8 @@
 """The forest: every distinct prefix once, every rollout its own row."""
 
-from ramet.forest.forest import ROOT, Forest, Rollout, Sampled
+from ramet.forest.forest import ROOT, Forest, MCTSForest, Rollout, Sampled
+from ramet.forest.hashing import SipHash
 from ramet.forest.score import Scores, score
+from ramet.forest.tree import Tree
 
-__all__ = ["ROOT", "Forest", "Rollout", "Sampled", "Scores", "score"]
+__all__ = ["ROOT", "Forest", "MCTSForest", "Rollout", "Sampled", "Scores", "SipHash", "Tree", "score"]

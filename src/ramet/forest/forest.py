@@ -1,98 +1,48 @@
 """The data model: every distinct prefix is stored once, every rollout keeps its own row.
 
-Two tables. *Nodes* hold content: a segment of tokens, a parent, a depth, the hash of the prefix that ends there; equal
-prefixes are one node. *Rollouts* hold what happened: an end node, a group, a member, an outcome, a stop reason and, for
-each token of the path, who wrote it, the sampler's log-prob and the version of its weights. Rollouts are never merged:
-eight identical completions are one path and eight rollouts with eight rewards.
+Two tables (tables.py): *nodes*, of which equal prefixes are one, and *rollouts*, which are never merged: eight
+identical completions are one path and eight rollouts with eight rewards. A forest grows in two ways: `plant` and `grow`
+take tokens, `extend` takes rollouts of an environment. It is read as tables, as trees (tree.py), and as arrays
+(columns.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from tensordict import TensorDictBase
 from torch import Tensor
 
 from ramet.errors import ForestError
-from ramet.forest.hashing import PrefixHash, SipHash, initial, prefix_hashes
-from ramet.types import Kind, Outcome, StopReason
+from ramet.forest.columns import fill, to_arrays
+from ramet.forest.content import same
+from ramet.forest.entries import KeyPath
+from ramet.forest.extend import Episode, Keys, read_episodes
+from ramet.forest.files import load_file, save_file
+from ramet.forest.hashing import PrefixHash
+from ramet.forest.nodes import ROOT
+from ramet.forest.prefixes import read_root
+from ramet.forest.replay import replay, steps_from_segments
+from ramet.forest.rollout import Rollout, Sampled
+from ramet.forest.tables import Tables
+from ramet.forest.tree import Decode, Tree, TreePath
+from ramet.forest.visits import Counts
+from ramet.types import Key
 
-ROOT = 0
-"""The node of the empty prefix: it has no tokens, no parent, and every prompt hangs from it."""
-
-
-@dataclass(slots=True)
-class _Node:
-    parent: int
-    start: int
-    end: int
-    depth: int
-    hash: int
-
-
-@dataclass(slots=True)
-class Rollout:
-    """One episode: a path through the forest and what belongs to this occurrence of it alone.
-
-    `end` is the node where its path ends; `group` and `member` say which completion of which prompt it is. `kinds`
-    int8, `log_probs` float32 (NaN where the token was not sampled) and `versions` int32 (-1 likewise) have one entry
-    for each token of the path, prompt included.
-    """
-
-    group: int
-    member: int
-    prompt_index: int
-    end: int = ROOT
-    stop: StopReason | None = None
-    outcome: Outcome | None = None
-    advantage: float = 0.0
-    _kinds: list[np.ndarray] = field(default_factory=list)
-    _log_probs: list[np.ndarray] = field(default_factory=list)
-    _versions: list[np.ndarray] = field(default_factory=list)
-
-    @property
-    def kinds(self) -> np.ndarray:
-        """Who wrote each token of the path, as `Kind`."""
-        return _joined(self._kinds, np.int8)
-
-    @property
-    def log_probs(self) -> np.ndarray:
-        """The sampler's log-prob of each token of the path."""
-        return _joined(self._log_probs, np.float32)
-
-    @property
-    def versions(self) -> np.ndarray:
-        """The version of the weights that sampled each token of the path."""
-        return _joined(self._versions, np.int32)
+__all__ = ["ROOT", "Forest", "MCTSForest", "Rollout", "Sampled"]
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """The sampled tokens of some rollouts, flat: every field is [M].
-
-    `index` points into `Forest.tokens`, so `scores.log_probs[sampled.index]` are their current log-probs; `row` is the
-    position of the token's rollout in the list that was asked for; `log_probs` are the sampler's.
-    """
-
-    index: Tensor
-    row: Tensor
-    log_probs: Tensor
-    versions: Tensor
-
-    @property
-    def lengths(self) -> Tensor:
-        """How many sampled tokens the whole rollout of each token has: int64 [M]."""
-        return torch.bincount(self.row)[self.row] if self.row.numel() else self.row
-
-
-class Forest:
+class Forest(Tables):
     """Rollouts over shared prefixes.
 
     `hashing` maps int64 [N, 2] (hash of a prefix, next token) to int64 [N]: the default is a keyed SipHash. A hash only
     finds a node; the stored tokens decide, so a weak hash costs time and never an answer.
 
+    >>> from ramet.types import Kind
     >>> forest = Forest()
     >>> a, b = forest.plant([torch.tensor([5, 6])] * 2, groups=[0, 0], members=[0, 1])
     >>> forest.grow([a, b], [torch.tensor([7]), torch.tensor([7, 8])], Kind.SAMPLED,
@@ -101,280 +51,240 @@ class Forest:
     (4, [5, 6, 7, 8])
     >>> [forest.path(r).tolist() for r in (a, b)]
     [[5, 6, 7], [5, 6, 7, 8]]
+
+    Or from what environments return:
+
+    >>> from tensordict import TensorDict
+    >>> step = TensorDict({"tokens": torch.tensor([[5, 6]] * 2), "tokens_response": torch.tensor([[7], [9]]), "next": {
+    ...     "tokens": torch.tensor([[5, 6, 7], [5, 6, 9]]), "reward": torch.tensor([[1.0], [0.0]])}}, [2])
+    >>> forest.extend(step)
+    [2, 3]
+    >>> tree = forest.get_tree(torch.tensor([5, 6]))
+    >>> print(tree.to_string())
+    () [5, 6]  visits 4  value 0.5
+      (0,) [7]  visits 3  value 1  prior 0.607
+        (0, 0) [8]  visits 1  prior 0.368
+      (1,) [9]  visits 1  value 0
+    >>> list(tree.valid_paths())
+    [(0,), (0, 0), (1,)]
+    >>> tree.rollout_from_path((1,))["next", "tokens"].tolist()
+    [[5, 6, 9]]
     """
 
     def __init__(self, hashing: PrefixHash | None = None) -> None:
-        self._hashing: PrefixHash = SipHash() if hashing is None else hashing
-        self._buffer = np.zeros(1024, dtype=np.int64)
-        self._used = 0
-        self._nodes = [_Node(parent=-1, start=0, end=0, depth=0, hash=initial(self._hashing))]
-        self._children: list[list[int]] = [[]]
-        # The hash of a prefix through a node's FIRST token: where a row that leaves the parent is looked up.
-        self._entries: dict[int, list[int]] = {}
-        self.rollouts: list[Rollout] = []
+        super().__init__(hashing)
+        self._counted: Counts | None = None
 
-    # ---------------------------------------------------------------- growing
-
-    def plant(
+    def extend(
         self,
-        prompts: Sequence[Tensor],
+        rollout: TensorDictBase,
         *,
-        groups: Sequence[int],
-        members: Sequence[int],
-        prompt_indices: Sequence[int] | None = None,
+        observation_key: KeyPath | None = None,
+        action_key: KeyPath | None = None,
+        mask_key: KeyPath | None = None,
+        reward_key: KeyPath = Key.REWARD,
+        log_prob_key: KeyPath | None = None,
+        version_key: KeyPath = "policy_version",
+        time: bool | None = None,
     ) -> list[int]:
-        """Start a rollout at each prompt (int64 [L], L may be 0) and return the rollouts' numbers."""
-        indices = [-1] * len(prompts) if prompt_indices is None else prompt_indices
-        if not len(prompts) == len(groups) == len(members) == len(indices):
-            raise ForestError(
-                f"plant: expected one group, member and prompt index for each of {len(prompts)} prompts: found "
-                f"{len(groups)}, {len(members)} and {len(indices)}"
-            )
-        rows = _token_rows("plant", prompts)
-        fresh = [
-            Rollout(group=int(group), member=int(member), prompt_index=int(index))
-            for group, member, index in zip(groups, members, indices, strict=True)
-        ]
-        unsampled = [np.full(len(row), np.nan, dtype=np.float32) for row in rows]
-        self._append(fresh, rows, Kind.PROMPT, unsampled, [-1] * len(rows))
-        self.rollouts += fresh
-        return list(range(len(self.rollouts) - len(fresh), len(self.rollouts)))
+        """Take a rollout [*B, T] or [T] of an environment, or one step [*B] of it; return the rollouts' numbers.
 
-    def grow(
-        self,
-        rollouts: Sequence[int],
-        tokens: Sequence[Tensor],
-        kind: Kind,
-        *,
-        log_probs: Sequence[Tensor] | None = None,
-        versions: Sequence[int] | None = None,
-    ) -> None:
-        """Append a segment (int64 [n], n may be 0) to each of `rollouts`.
+        A row is a rollout up to where it is done, and another one from where it was reset. What is observed is found
+        under "tokens" (its mask beside it, in any layout), "observation" or "text", and what was written under
+        "tokens_response", "action" or "text_response"; other names go into the arguments. In a forest of texts the
+        tokens are characters. Where one rollout begins inside the path of another, it is a second rollout.
 
-        No rollout may be named twice. Sampled tokens need the sampler's log-probs (float [n], in each row as many as
-        tokens) and the version of the weights; other tokens must have neither. Raises `ForestError`, and changes
-        nothing, where they do not fit.
+        Its first observation is a rollout's prompt, its actions are sampled, what comes back behind them is the
+        environment's. Log-probs are taken from "log_probs" or "sample_log_prob", one for each token of the action, and
+        are NaN without. `Rollout.steps` keeps every other tensor of the steps; text beside tokens is derived from them
+        and not kept. There is a node where a prompt ends, after each turn, where rollouts part, and where they end;
+        steps of one token are no turns.
+
+        A TensorDict of one dimension is a rollout [T] where an element observes what the one before came back with,
+        else a step [B]; `time` says it. Raises `ForestError` or `RewardError`, and changes nothing, where a step does
+        not go on from the one before it, or entries do not fit.
         """
-        rows = _token_rows("grow", tokens)
-        self._check_rollouts(rollouts, len(rows))
-        sampled = kind is Kind.SAMPLED
-        if sampled != (log_probs is not None) or sampled != (versions is not None):
-            raise ForestError(
-                f"grow: log_probs and versions belong to sampled tokens and to no others: found kind {kind.name}, "
-                f"log_probs {'given' if log_probs is not None else 'missing'}, "
-                f"versions {'given' if versions is not None else 'missing'}"
-            )
-        marks = [-1] * len(rows) if versions is None else [int(version) for version in versions]
-        if len(marks) != len(rows):
-            raise ForestError(f"grow: expected a version for each of {len(rows)} rows: found {len(marks)}")
-        if log_probs is None:
-            densities = [np.full(len(row), np.nan, dtype=np.float32) for row in rows]
-        else:
-            # A copy: what the caller does to the tensor afterwards is nothing to the forest.
-            densities = [row.detach().to("cpu", torch.float32, copy=True).numpy() for row in log_probs]
-        if [row.shape for row in densities] != [row.shape for row in rows]:
-            raise ForestError(
-                f"grow: expected as many log-probs as tokens in each row: found {[row.shape for row in densities]} "
-                f"log-probs for {[row.shape for row in rows]} tokens"
-            )
-        self._append([self.rollouts[number] for number in rollouts], rows, kind, densities, marks)
+        keys = Keys(observation_key, action_key, mask_key, reward_key, log_prob_key, version_key)
+        episodes = read_episodes(rollout, keys, time)
+        if not episodes:
+            return []
+        unit = episodes[0].steps.form.unit
+        self._check_unit(unit)
+        hashes = self._hashes_of(episodes)
+        fresh = []
+        for episode, row in zip(episodes, hashes, strict=True):
+            grown = Rollout(episode.group, episode.member, episode.prompt_index, stop=episode.stop, steps=episode.steps)
+            self._walk(grown, episode.tokens, row, episode.segments, episode.kinds, episode.log_probs, episode.versions)
+            fresh.append(grown)
+        return self._add(fresh, unit)
 
-    def _check_rollouts(self, rollouts: Sequence[int], rows: int) -> None:
-        if len(rollouts) != rows:
-            raise ForestError(f"grow: expected a row of tokens for each of {len(rollouts)} rollouts: found {rows}")
-        unknown = [number for number in rollouts if not 0 <= number < len(self.rollouts)]
-        if unknown:
-            raise ForestError(f"grow: no rollout {unknown[0]}: the forest has {len(self.rollouts)}, counted from 0")
-        if len(set(rollouts)) != len(rollouts):
-            twice = next(number for number in rollouts if list(rollouts).count(number) > 1)
-            raise ForestError(f"grow: rollout {twice} is named twice", hint="join its segments, or call grow for each")
+    def _hashes_of(self, episodes: list[Episode]) -> list[list[int]]:
+        rows, claims = [e.tokens for e in episodes], [e.claims for e in episodes if e.claims is not None]
+        if len(claims) == len(rows):
+            proven = self.nodes.proven_hashes(rows, [e.segments[0] for e in episodes], claims)
+            if proven is not None:
+                return proven
+        return self.nodes.hash_rows([self.nodes.initial] * len(rows), rows)
 
-    def _append(
+    # ---------------------------------------------------------------- what rollouts say of nodes
+
+    @property
+    def visits(self) -> Tensor:
+        """How many rollouts pass each node or end there, int64 [N]."""
+        return torch.from_numpy(self._counts().visits)
+
+    @property
+    def values(self) -> Tensor:
+        """The mean return of the rollouts that pass each node, float64 [N]; NaN where none has one.
+
+        The return of a rollout is the score of its outcome where it was judged (then one without a score is left out),
+        else the sum of the rewards of its steps.
+        """
+        return torch.from_numpy(self._counts().values)
+
+    @property
+    def priors(self) -> Tensor:
+        """The probability that the sampler gave the segment of each node after its parent, float64 [N].
+
+        Rollouts may have been sampled with different log-probs: it is the mean of their probabilities. A rollout counts
+        where the segment lies behind its prompt and each sampled token in it has a log-prob; NaN where none counts.
+        """
+        return torch.from_numpy(self._counts().priors)
+
+    def _counts(self) -> Counts:
+        if self._counted is None:
+            self._counted = Counts(self.nodes, self.rollouts)
+        self._counted.update(self._went_on)
+        self._went_on.clear()
+        return self._counted
+
+    # ---------------------------------------------------------------- trees
+
+    def get_tree(self, root: int | str | Tensor | TensorDictBase | None = None) -> Tree:
+        """Return the part of the forest that begins with a prefix; all of it without.
+
+        `root` is the number of a node, a prefix (int64 [L], or a string in a forest of texts), or a TensorDict that
+        holds one, as the first step of a rollout does. A prefix may end inside a segment. Raises `ForestError` where
+        no rollout begins with it.
+        """
+        if root is None or isinstance(root, int):
+            node = ROOT if root is None else root
+            self._check_node(node)
+            return Tree(self, node, self.depth(node))
+        prefix = read_root(root, "tokens" if self.unit is None else self.unit)
+        node, fitted = self.nodes.locate(prefix)
+        if fitted < len(prefix):
+            raise ForestError(
+                f"no rollout begins with these {len(prefix)} tokens: one begins with the first {fitted}, and then "
+                f"another token comes than {int(prefix[fitted])}",
+                hint="extend the forest by a rollout from there first",
+            )
+        return Tree(self, node, fitted)
+
+    def valid_paths(self, root: int | str | Tensor | TensorDictBase | None = None) -> Iterator[TreePath]:
+        """Yield the path to every place below `root` where a rollout ends: see `Tree`."""
+        return self.get_tree(root).valid_paths()
+
+    def rollout_from_path(
+        self, path: Sequence[int], root: int | str | Tensor | TensorDictBase | None = None, *, which: int = 0
+    ) -> TensorDictBase:
+        """Give back a rollout that takes `path` from `root` on: see `Tree.rollout_from_path`."""
+        return self.get_tree(root).rollout_from_path(path, which=which)
+
+    def leaves(self, root: int | str | Tensor | TensorDictBase | None = None) -> list[int]:
+        """Return the numbers of the nodes below `root` that have no children."""
+        return self.get_tree(root).leaves()
+
+    def to_string(
         self,
-        rollouts: list[Rollout],
-        rows: list[np.ndarray],
-        kind: Kind,
-        log_probs: list[np.ndarray],
-        versions: list[int],
-    ) -> None:
-        hashes = self._hash_rows([self._nodes[rollout.end].hash for rollout in rollouts], rows)
-        for rollout, row, row_hashes, density, version in zip(rollouts, rows, hashes, log_probs, versions, strict=True):
-            rollout.end = self._insert(rollout.end, row, row_hashes)
-            rollout._kinds.append(np.full(len(row), kind, dtype=np.int8))
-            rollout._log_probs.append(density)
-            rollout._versions.append(np.full(len(row), version, dtype=np.int32))
+        root: int | str | Tensor | TensorDictBase | None = None,
+        node_format_fn: Callable[[Tree], object] | None = None,
+        *,
+        decode: Decode | None = None,
+    ) -> str:
+        """Draw what is below `root` as text: see `Tree.to_string`."""
+        return self.get_tree(root).to_string(node_format_fn, decode=decode)
 
-    def _hash_rows(self, starts: list[int], rows: list[np.ndarray]) -> list[list[int]]:
-        offsets = np.concatenate([[0], np.cumsum([len(row) for row in rows])]).astype(np.int64)
-        values = np.concatenate(rows) if rows else np.zeros(0, dtype=np.int64)
-        flat = prefix_hashes(
-            torch.from_numpy(values),
-            torch.from_numpy(offsets),
-            self._hashing,
-            start=torch.tensor(starts, dtype=torch.int64),
-        ).tolist()
-        return [flat[offsets[i] : offsets[i + 1]] for i in range(len(rows))]
+    def plot(self, root: int | str | Tensor | TensorDictBase | None = None, *, decode: Decode | None = None) -> Any:
+        """Draw what is below `root` with plotly, and return the figure: see `Tree.plot`."""
+        return self.get_tree(root).plot(decode=decode)
 
-    def _insert(self, node: int, row: np.ndarray, hashes: list[int]) -> int:
-        """Walk from the end of `node` along `row`, sharing what is there; return the node where the row ends."""
-        done = 0
-        while done < len(row):
-            child = self._child(node, int(row[done]), hashes[done])
-            if child is None:
-                return self._new_node(node, row[done:], hashes[done], hashes[-1])
-            here = self._nodes[child]
-            segment = self._buffer[here.start : here.end]
-            rest = row[done : done + len(segment)]
-            differs = np.flatnonzero(segment[: len(rest)] != rest)
-            shared = int(differs[0]) if differs.size else len(rest)
-            if shared < len(segment):
-                child = self._split(child, shared, hashes[done + shared - 1])
-            node = child
-            done += shared
-        return node
+    def rollout(self, number: int, *, above: int = 0, below: int | None = None) -> TensorDictBase:
+        """Give back one rollout as a lazy stack [T] of its steps, with the keys that it came with.
 
-    def _child(self, node: int, token: int, entry: int) -> int | None:
-        for candidate in self._entries.get(entry, ()):
-            found = self._nodes[candidate]
-            # Equal parents are equal prefixes, so these two comparisons compare the stored tokens.
-            if found.parent == node and self._buffer[found.start] == token:
-                return candidate
-        return None
+        Of a rollout that was planted and grown, each run of sampled tokens is a step. `above` and `below` leave out the
+        steps that lie in the first `above` tokens of the path, or behind the first `below`. Raises `ForestError` where
+        no step is left.
+        """
+        self._check_numbers("rollout", [number])
+        rollout = self.rollouts[number]
+        steps = steps_from_segments(number, rollout) if rollout.steps is None else rollout.steps
+        wanted = (steps.starts >= above) | (steps.ends > above)
+        if below is not None:
+            wanted &= (steps.starts < below) | (steps.ends <= below)
+        found = np.flatnonzero(wanted)
+        if not found.size:
+            raise ForestError(f"rollout {number} has no step between its first {above} tokens and its first {below}")
+        return replay(self.path(number).numpy(), steps, int(found[0]), int(found[-1]) + 1)
 
-    def _new_node(self, parent: int, tokens: np.ndarray, entry: int, end_hash: int) -> int:
-        start = self._used
-        self._reserve(len(tokens))
-        self._buffer[start : self._used] = tokens
-        depth = self._nodes[parent].depth + len(tokens)
-        self._nodes.append(_Node(parent=parent, start=start, end=self._used, depth=depth, hash=end_hash))
-        self._children.append([])
-        number = len(self._nodes) - 1
-        self._children[parent].append(number)
-        self._entries.setdefault(entry, []).append(number)
-        return number
+    def rollouts_through(self, node: int) -> list[int]:
+        """Return the numbers of the rollouts that pass a node or end there."""
+        self._check_node(node)
+        return self._counts().through(node)
 
-    def _split(self, node: int, at: int, hash_at: int) -> int:
-        """Cut a segment after `at` tokens. The lower part keeps the number, so rollouts and children stay right."""
-        lower = self._nodes[node]
-        upper = len(self._nodes)
-        middle = lower.start + at
-        top = _Node(lower.parent, lower.start, middle, lower.depth - (lower.end - middle), hash_at)
-        self._nodes.append(top)
-        self._children.append([node])
-        siblings = self._children[lower.parent]
-        siblings[siblings.index(node)] = upper
-        entry_of_lower = self._hash_rows([hash_at], [self._buffer[middle : middle + 1]])[0][0]
-        parent_hash = self._nodes[lower.parent].hash
-        bucket = self._entries[self._hash_rows([parent_hash], [self._buffer[lower.start : lower.start + 1]])[0][0]]
-        bucket[bucket.index(node)] = upper
-        lower.parent, lower.start = upper, middle
-        self._entries.setdefault(entry_of_lower, []).append(node)
-        return upper
+    def _check_node(self, node: int) -> None:
+        if not 0 <= node < self.node_count:
+            raise ForestError(f"no node {node}: the forest has {self.node_count}, counted from 0")
 
-    def _reserve(self, more: int) -> None:
-        needed = self._used + more
-        if needed > len(self._buffer):
-            grown = np.zeros(max(needed, 2 * len(self._buffer)), dtype=np.int64)
-            grown[: self._used] = self._buffer[: self._used]
-            self._buffer = grown
-        self._used = needed
+    # ---------------------------------------------------------------- columns
 
-    # ---------------------------------------------------------------- reading
+    def subset(self, rollouts: Sequence[int]) -> Forest:
+        """Return a forest of some rollouts, in the order given, and of no tokens but theirs."""
+        self._check_numbers("subset", rollouts)
+        if len(set(rollouts)) != len(rollouts):
+            raise ForestError(f"subset: a rollout is named twice in {list(rollouts)}")
+        small = Forest(self.nodes.hashing)
+        paths = [self.path(number).numpy() for number in rollouts]
+        hashes = self.nodes.hash_rows([self.nodes.initial] * len(paths), paths)
+        fresh = []
+        for number, row, row_hashes in zip(rollouts, paths, hashes, strict=True):
+            old = self.rollouts[number]
+            copied = old.planted_again()
+            small._walk(copied, row, row_hashes, old.segments, old.kinds, old.log_probs, old.versions)
+            fresh.append(copied)
+        small._add(fresh, "tokens" if self.unit is None else self.unit)
+        return small
 
-    @property
-    def tokens(self) -> Tensor:
-        """All distinct tokens, int64 [number of tokens]: a view, in the order in which they came."""
-        return torch.from_numpy(self._buffer[: self._used])
+    def same_as(self, other: Forest) -> bool:
+        """Say whether both hold the same prefixes and the same rollouts, however numbered and in whatever order."""
+        return same(self, other)
 
-    @property
-    def node_count(self) -> int:
-        """N: how many nodes there are, the empty prefix included."""
-        return len(self._nodes)
+    def to_arrays(self) -> dict[str, Tensor]:
+        """Return all that the forest holds as tensors by name; what is not a number is JSON, under "about"."""
+        return to_arrays(self)
 
-    def node_tokens(self, node: int) -> Tensor:
-        """The segment of one node, int64."""
-        return self.tokens[self._nodes[node].start : self._nodes[node].end]
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, Tensor], hashing: PrefixHash | None = None) -> Forest:
+        """Build the forest of `to_arrays` again, under the hashing that it had.
 
-    def parent(self, node: int) -> int:
-        """The node that this one hangs from; -1 for the empty prefix."""
-        return self._nodes[node].parent
+        Raises `ForestError` under another, and for arrays that are no forest: it names the table and the row.
+        """
+        forest = cls(hashing)
+        fill(forest, arrays)
+        return forest
 
-    def children(self, node: int) -> list[int]:
-        """The nodes that hang from this one, in the order in which they came."""
-        return list(self._children[node])
+    def save(self, path: str | Path) -> None:
+        """Write a safetensors file: the tokens of this forest and no others; `subset` makes it small."""
+        save_file(self.to_arrays(), Path(path))
 
-    def depth(self, node: int) -> int:
-        """How many tokens the prefix that ends at this node has."""
-        return self._nodes[node].depth
+    @classmethod
+    def load(cls, path: str | Path, hashing: PrefixHash | None = None) -> Forest:
+        """Read what `save` wrote, under the hashing that the forest had.
 
-    def hash(self, node: int) -> int:
-        """The hash of the prefix that ends at this node."""
-        return self._nodes[node].hash
-
-    def ancestors(self, node: int) -> Iterator[int]:
-        """Yield the node itself, then its parent, up to the empty prefix."""
-        while node >= 0:
-            yield node
-            node = self._nodes[node].parent
-
-    def node_index(self, node: int) -> Tensor:
-        """Where in `tokens` the prefix that ends at `node` lies, token by token: int64 [depth]."""
-        spans = [(self._nodes[n].start, self._nodes[n].end) for n in self.ancestors(node)]
-        pieces = [np.arange(start, end) for start, end in reversed(spans)]
-        return torch.from_numpy(np.concatenate(pieces)) if pieces else torch.zeros(0, dtype=torch.int64)
-
-    def path(self, rollout: int) -> Tensor:
-        """The whole row of tokens of a rollout, int64 [L]."""
-        return self.tokens[self.node_index(self.rollouts[rollout].end)]
-
-    def prompt_and_completion(self, rollout: int) -> tuple[Tensor, Tensor]:
-        """The tokens up to the first one that is not prompt, and the rest."""
-        path = self.path(rollout)
-        kinds = self.rollouts[rollout].kinds
-        others = np.flatnonzero(kinds != Kind.PROMPT)
-        cut = int(others[0]) if others.size else len(kinds)
-        return path[:cut], path[cut:]
-
-    def sampled(self, rollouts: Sequence[int]) -> Sampled:
-        """Flatten the sampled tokens of `rollouts`, row after row."""
-        index, row, log_probs, versions = [], [], [], []
-        for position, number in enumerate(rollouts):
-            rollout = self.rollouts[number]
-            where = np.flatnonzero(rollout.kinds == Kind.SAMPLED)
-            index.append(self.node_index(rollout.end).numpy()[where])
-            row.append(np.full(len(where), position, dtype=np.int64))
-            log_probs.append(rollout.log_probs[where])
-            versions.append(rollout.versions[where])
-        return Sampled(
-            index=torch.from_numpy(_joined(index, np.int64)),
-            row=torch.from_numpy(_joined(row, np.int64)),
-            log_probs=torch.from_numpy(_joined(log_probs, np.float32)),
-            versions=torch.from_numpy(_joined(versions, np.int32)),
-        )
-
-    def batches(self, rollouts: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
-        """Cut `rollouts` into runs whose padded rows hold at most `max_tokens` tokens (a longer row goes alone)."""
-        batch: list[int] = []
-        longest = 0
-        for number in rollouts:
-            length = self.depth(self.rollouts[number].end)
-            if batch and max(longest, length) * (len(batch) + 1) > max_tokens:
-                yield batch
-                batch, longest = [], 0
-            batch.append(number)
-            longest = max(longest, length)
-        if batch:
-            yield batch
+        Raises `ForestError` for another file, and for one whose digest does not fit: not a bit of it has changed.
+        """
+        return cls.from_arrays(load_file(Path(path)), hashing)
 
 
-def _token_rows(verb: str, tokens: Sequence[Tensor]) -> list[np.ndarray]:
-    for number, row in enumerate(tokens):
-        if row.ndim != 1 or row.is_floating_point() or row.dtype == torch.bool:
-            raise ForestError(
-                f"{verb}: row {number} must be token ids, integers [L]: found {row.dtype} {list(row.shape)}"
-            )
-    return [row.detach().cpu().to(torch.int64).numpy() for row in tokens]
-
-
-def _joined(pieces: list[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
-    return np.concatenate(pieces).astype(dtype, copy=False) if pieces else np.zeros(0, dtype=dtype)
+MCTSForest = Forest
+"""The same under the name that people know."""

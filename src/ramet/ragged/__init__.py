@@ -9,8 +9,25 @@ Letters: B rows, L tokens of a row.
 
 from __future__ import annotations
 
+from ramet.ragged.compacting import compact
 from ramet.ragged.growth import Appender
-from ramet.ragged.reading import pad, rows
-from ramet.ragged.storage import Ragged, Side, choose, positions
+from ramet.ragged.reading import pad, read_text, rows
+from ramet.ragged.stacking import as_nested_tensor, as_padded_tensor
+from ramet.ragged.storage import Ragged, Side, choose, choose_padded, positions
+from ramet.ragged.text import Text
 
-__all__ = ["Appender", "Ragged", "Side", "choose", "pad", "positions", "rows"]
+__all__ = [
+    "Appender",
+    "Ragged",
+    "Side",
+    "Text",
+    "as_nested_tensor",
+    "as_padded_tensor",
+    "choose",
+    "choose_padded",
+    "compact",
+    "pad",
+    "positions",
+    "read_text",
+    "rows",
+]

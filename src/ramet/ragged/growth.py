@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ramet.ragged.storage import Ragged, offsets_of, positions
+from ramet.ragged.storage import Ragged, is_jagged, offsets_of, positions
 
 
 @dataclass(slots=True)
@@ -57,9 +57,10 @@ class Appender:
         (or [n]), or any number of entries for each row. The mask grows by ones. A padded batch whose rows grow by
         different numbers is realigned, padded with 0 on the left; without a mask that is a ValueError.
         """
-        if mask is not None and (mask.is_nested != tokens.is_nested or len(mask) != len(tokens)):
+        jagged = is_jagged(tokens)
+        if mask is not None and (is_jagged(mask) != jagged or mask.shape[:1] != tokens.shape[:1]):
             raise ValueError("the mask must have the layout of the tokens: one is a jagged nested tensor, one is not")
-        if tokens.is_nested:
+        if jagged:
             return self._append_jagged(tokens, mask, new if isinstance(new, Ragged) else Ragged.from_padded(new))
         if mask is not None and mask.shape != tokens.shape:
             raise ValueError(f"a mask of shape {tuple(mask.shape)} does not fit tokens of {tuple(tokens.shape)}")
@@ -108,7 +109,7 @@ class Appender:
 
 def _dense_buffer(tokens: Tensor, mask: Tensor | None, n: int) -> _Buffer:
     width = tokens.shape[-1]
-    room = n + max(8 * n, width // 2)  # a copy is paid for by the appends that it makes room for
+    room = n + max(8 * n, width)  # a copy is paid for by the appends that it makes room for; old ones are held by views
     grown = tokens.new_empty((*tokens.shape[:-1], width + room))
     grown[..., :width] = tokens
     if mask is None:
@@ -121,7 +122,7 @@ def _dense_buffer(tokens: Tensor, mask: Tensor | None, n: int) -> _Buffer:
 def _jagged_buffer(tokens: Tensor, mask: Tensor | None, n: int) -> _Buffer:
     rows = Ragged.from_jagged(tokens)
     lengths = rows.lengths
-    room = n + max(8 * n, int(lengths.sum()) // max(2 * len(rows), 1))
+    room = n + max(8 * n, int(lengths.sum()) // max(len(rows), 1))
     offsets = offsets_of(lengths + room)
     where, total = positions(offsets[:-1], lengths), int(offsets[-1])
     grown = rows.values.new_zeros(total)

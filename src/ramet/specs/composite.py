@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import torch
-from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, lazy_stack
 
 from ramet.specs.leaf import KeyPath, Spec, as_device, as_shape, describe, generator_or_new, larger_shape
 
@@ -151,10 +151,16 @@ class Composite(Spec):
         return None
 
     def project(self, value: TensorDictBase) -> TensorDictBase:
-        """Return a copy of `value` in which each entry is the nearest that its spec allows."""
+        """Return a copy of `value`, each entry the nearest that its spec allows; KeyError if one is missing."""
+        if isinstance(value, LazyStackedTensorDict) and len(self.shape):
+            of_row = self._of_a_row()
+            return lazy_stack([of_row.project(row) for row in value.unbind(0)], 0)
         projected = value.copy()
         for key in self.leaves():
-            projected.set(key, self[key].project(value.get(key)))
+            entry = value.get(key, None)
+            if entry is None:
+                raise KeyError(f"{key!r} is missing, so it can not be projected: expected {self[key]}")
+            projected.set(key, self[key].project(entry))
         return projected
 
     def to(self, dest: torch.device | str | torch.dtype) -> Self:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from copy import copy
@@ -71,6 +72,10 @@ class TensorSpec(Spec):
     @abstractmethod
     def _draw(self, size: tuple[int, ...], generator: torch.Generator) -> Tensor: ...
 
+    def _ends(self) -> tuple[Number, Number] | None:
+        """Return the least and the largest value that the spec and its dtype allow; None where there is no end."""
+        return None if self.dtype.is_floating_point or self.dtype.is_complex else _limits(self.dtype)
+
     def _in_range(self, values: Tensor) -> bool:
         return True
 
@@ -94,7 +99,12 @@ class TensorSpec(Spec):
 
     def project(self, value: Tensor) -> Tensor:
         """Return the tensor of the spec that is nearest to `value`, which must have its shape."""
-        return value if value.dtype == self.dtype else value.to(self.dtype)
+        ends = self._ends()
+        if not value.is_nested:
+            return _nearest(value, self.dtype, ends)
+        jagged: Any = value
+        values = _nearest(jagged.values(), self.dtype, ends)
+        return torch.nested.nested_tensor_from_jagged(values, jagged.offsets(), jagged.lengths())
 
     def __repr__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -133,6 +143,8 @@ class Unbounded(TensorSpec):
 class Bounded(TensorSpec):
     """A tensor whose entries lie between `low` and `high`, both included.
 
+    Floating ends are rounded to the dtype; integers are those between the ends. ValueError if the dtype has none there.
+
     >>> tokens = Bounded(0, 9, (-1,), dtype=torch.int64)
     >>> tokens.is_in(torch.tensor([0, 9])), tokens.is_in(torch.tensor([10]))
     (True, False)
@@ -152,19 +164,38 @@ class Bounded(TensorSpec):
         if not low <= high:
             raise ValueError(f"low must be at most high: found low={low}, high={high}")
         self.low, self.high = low, high
+        self._ends()
+
+    def _but(self, **changed: Any) -> Self:
+        other = super()._but(**changed)
+        other._ends()
+        return other
+
+    def _ends(self) -> tuple[Number, Number]:
+        if self.dtype.is_complex:
+            raise ValueError(f"complex numbers have no order: {self.dtype} can not be bounded")
+        least, most = _limits(self.dtype)
+        if self.dtype.is_floating_point:
+            low, high = (_rounded(end, self.dtype, least, most) for end in (self.low, self.high))
+        else:
+            low = math.ceil(max(self.low, least)) if self.low <= most else most + 1
+            high = math.floor(min(self.high, most)) if self.high >= least else least - 1
+        if low > high:
+            raise ValueError(f"there is no {str(self.dtype).removeprefix('torch.')} from {self.low} to {self.high}")
+        return low, high
 
     def _draw(self, size: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        low, high = self._ends()
         if self.dtype.is_floating_point:
-            return self.low + (self.high - self.low) * torch.rand(size, generator=generator, dtype=self.dtype)
-        return torch.randint(int(self.low), int(self.high) + 1, size, generator=generator)
+            return _drawn(float(low), float(high), size, generator, self.dtype)
+        if high == torch.iinfo(torch.int64).max:  # it can not be said as the first that is not drawn
+            return torch.empty(size, dtype=torch.int64).random_(int(low), None, generator=generator)
+        return torch.randint(int(low), int(high) + 1, size, generator=generator)
 
     def _in_range(self, values: Tensor) -> bool:
-        return values.dtype is torch.bool or bool(((values >= self.low) & (values <= self.high)).all())
-
-    def project(self, value: Tensor) -> Tensor:
-        """Return `value` cut to the range."""
-        value = super().project(value)
-        return value if value.dtype is torch.bool else value.clamp(self.low, self.high)
+        low, high = self._ends()
+        values = values if values.dtype.is_floating_point else values.long()
+        return bool(((values >= low) & (values <= high)).all())
 
     def _range_text(self) -> str:
         return f"{self.low}, {self.high}, "
@@ -269,6 +300,50 @@ def generator_or_new(generator: torch.Generator | None) -> torch.Generator:
         generator = torch.Generator()
         generator.seed()
     return generator
+
+
+def _limits(dtype: torch.dtype) -> tuple[Number, Number]:
+    """Return the least and the largest finite number of a dtype."""
+    if dtype is torch.bool:
+        return 0, 1
+    info = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
+    return info.min, info.max
+
+
+def _rounded(end: Number, dtype: torch.dtype, least: Number, most: Number) -> float:
+    """Round an end to what the dtype can say; one that is finite stays so."""
+    if math.isinf(end) or least <= end <= most:
+        return float(torch.tensor(float(end), dtype=torch.float64).to(dtype))
+    return float(least if end < least else most)
+
+
+def _drawn(low: float, high: float, size: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Tensor:
+    """Draw evenly between the ends, in float64, where their distance is finite; where an end is not, normally."""
+    if math.isinf(low) or math.isinf(high):
+        normal = torch.randn(size, generator=generator, dtype=torch.float64)
+        if math.isinf(low) and math.isinf(high):
+            return normal.clamp(low, high)
+        return (low + normal.abs() if math.isinf(high) else high - normal.abs()).clamp(low, high)
+    part = torch.rand(size, generator=generator, dtype=dtype if dtype is torch.float64 else torch.float32).double()
+    return (low * (1 - part) + high * part).clamp(low, high)
+
+
+def _nearest(value: Tensor, dtype: torch.dtype, ends: tuple[Number, Number] | None) -> Tensor:
+    """Return the values of a dtype between the ends that are nearest; what is no number counts as zero."""
+    if ends is None:
+        return value if value.dtype == dtype else value.to(dtype)
+    low, high = ends
+    if not value.dtype.is_floating_point:
+        value = value.long() if not dtype.is_floating_point else value.double()
+        return value.clamp(low, high).to(dtype)
+    value = torch.where(value.isnan(), torch.zeros_like(value), value)
+    if dtype.is_floating_point:
+        value = value if value.dtype == dtype else value.double()
+        return value.clamp(low, high).to(dtype)
+    # The ends are compared before a cast: a float beyond the integers has none.
+    inside = value.double().clamp(-(2.0**62), 2.0**62).round().long().clamp(low, high)
+    value = value.double()
+    return torch.where(value >= high, high, torch.where(value <= low, low, inside)).to(dtype)
 
 
 def _size(prefix: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]:

@@ -101,6 +101,11 @@ class EnvSpecs:
         return self.full_action_spec.leaves()
 
     @property
+    def consumed_keys(self) -> list[KeyPath]:
+        """Keys that a step uses up: the actions, and what may come beside them or in their place."""
+        return self.action_keys
+
+    @property
     def reward_keys(self) -> list[KeyPath]:
         """Keys of the rewards."""
         return self.full_reward_spec.leaves()
@@ -109,6 +114,15 @@ class EnvSpecs:
     def done_keys(self) -> list[KeyPath]:
         """Keys of the flags."""
         return self.full_done_spec.leaves()
+
+    @property
+    def prompt_key(self) -> KeyPath | None:
+        """Key under which a reset takes strings, where that is not an observation of text; None if there is none."""
+        return None
+
+    def mask_key(self, tokens: KeyPath) -> KeyPath | None:
+        """Return the key of the mask that a reset takes beside `tokens`, though no spec has it; None for none."""
+        return None
 
     def fake_tensordict(self) -> TensorDict:
         """Make a TensorDict of zeros with every key that a step of this environment has."""

@@ -25,7 +25,10 @@ class StepCounter(Transform):
         self.max_steps, self.truncated_key, self.step_count_key = max_steps, truncated_key, step_count_key
 
     def _reset(self, td: TensorDictBase, td_reset: TensorDictBase) -> TensorDictBase:
-        td_reset.set(self.step_count_key, torch.zeros_like(td_reset.get("done"), dtype=torch.int64))
+        done = td_reset.get("done")
+        td_reset.set(self.step_count_key, torch.zeros_like(done, dtype=torch.int64))
+        if self.max_steps is not None and self.truncated_key != "truncated":
+            td_reset.set(self.truncated_key, torch.zeros_like(done))
         return td_reset
 
     def _step(self, td: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:

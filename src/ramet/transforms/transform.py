@@ -67,6 +67,10 @@ class Transform(nn.Module):
         """Apply the way out to `td`, outside any environment."""
         return self._call(td)
 
+    def inv(self, td: TensorDictBase) -> TensorDictBase:
+        """Apply the way in to `td`, outside any environment."""
+        return self._inv_call(td)
+
     def _apply_transform(self, value: Any) -> Any:
         return value
 
@@ -75,22 +79,42 @@ class Transform(nn.Module):
 
     def _call(self, td: TensorDictBase) -> TensorDictBase:
         for key, out in zip(self.in_keys, self.out_keys, strict=True):
-            td.set(out, self._apply_transform(td.get(key)))
+            td.set(out, self._apply_transform(self._found(td, key)))
         return td
 
     def _inv_call(self, td: TensorDictBase) -> TensorDictBase:
         for key, out in zip(self.in_keys_inv, self.out_keys_inv, strict=True):
-            td.set(out, self._inv_apply_transform(td.get(key)))
+            td.set(out, self._inv_apply_transform(self._found(td, key)))
         return td
+
+    def _found(self, td: TensorDictBase, key: KeyPath) -> Any:
+        value = td.get(key, None)
+        if value is None:
+            raise KeyError(f"{type(self).__name__} needs {key!r}: there are {sorted(map(str, td.keys()))}")
+        return value
 
     def _reset_env_preprocess(self, td: TensorDictBase) -> TensorDictBase:
         return td
+
+    def _undo_reset(self) -> None:
+        """Take back what `_reset_env_preprocess` dealt out: the reset failed."""
 
     def _reset(self, td: TensorDictBase, td_reset: TensorDictBase) -> TensorDictBase:
         return self._call(td_reset)
 
     def _step(self, td: TensorDictBase, next_td: TensorDictBase) -> TensorDictBase:
         return self._call(next_td)
+
+    def transform_consumed_keys(self, keys: list[KeyPath]) -> list[KeyPath]:
+        """Return the keys that a step uses up: the actions, and what may come beside them or in their place.
+
+        What `_inv_call` makes under one of them that was not given is in the result of the step, beside the state.
+        """
+        return keys
+
+    def transform_derived_keys(self, keys: list[KeyPath]) -> list[KeyPath]:
+        """Return those of the consumed keys that `_inv_call` derives from others, whatever was given under them."""
+        return keys
 
     def transform_observation_spec(self, spec: Composite) -> Composite:
         """Return the specs of the observations after this transform."""
@@ -114,7 +138,7 @@ class Compose(Transform):
 
     def __init__(self, *transforms: Transform) -> None:
         super().__init__()
-        self.transforms = nn.ModuleList(transforms)
+        self.transforms = nn.ModuleList([checked(transform) for transform in transforms])
 
     def __iter__(self) -> Iterator[Transform]:
         return iter(self.transforms)  # type: ignore[arg-type]
@@ -129,6 +153,7 @@ class Compose(Transform):
 
     def append(self, transform: Transform) -> None:
         """Add a transform at the outer end."""
+        checked(transform)
         if self.parent is not None:
             transform.attach(self.parent._with(tuple(self)))
         self.transforms.append(transform)
@@ -155,6 +180,12 @@ class Compose(Transform):
             td = transform(td)
         return td
 
+    def inv(self, td: TensorDictBase) -> TensorDictBase:
+        """Apply each transform's way in to `td`, the last first, outside any environment."""
+        for transform in reversed(tuple(self)):
+            td = transform.inv(td)
+        return td
+
     def _inv_call(self, td: TensorDictBase) -> TensorDictBase:
         for transform in reversed(tuple(self)):
             td = transform._inv_call(td)
@@ -165,6 +196,10 @@ class Compose(Transform):
             td = transform._reset_env_preprocess(td)
         return td
 
+    def _undo_reset(self) -> None:
+        for transform in self:
+            transform._undo_reset()
+
     def _reset(self, td: TensorDictBase, td_reset: TensorDictBase) -> TensorDictBase:
         for transform in self:
             td_reset = transform._reset(td, td_reset)
@@ -174,6 +209,18 @@ class Compose(Transform):
         for transform in self:
             next_td = transform._step(td, next_td)
         return next_td
+
+    def transform_consumed_keys(self, keys: list[KeyPath]) -> list[KeyPath]:
+        """Return the keys that a step uses up, of all transforms."""
+        for transform in self:
+            keys = transform.transform_consumed_keys(keys)
+        return keys
+
+    def transform_derived_keys(self, keys: list[KeyPath]) -> list[KeyPath]:
+        """Return the keys that are derived, of all transforms."""
+        for transform in self:
+            keys = transform.transform_derived_keys(keys)
+        return keys
 
     def transform_observation_spec(self, spec: Composite) -> Composite:
         """Return the specs of the observations after all transforms."""
@@ -198,3 +245,11 @@ class Compose(Transform):
         for transform in self:
             spec = transform.transform_done_spec(spec)
         return spec
+
+
+def checked(transform: Any) -> Transform:
+    """Return `transform`, which must be one: a TypeError for a class, a function or nothing."""
+    if not isinstance(transform, Transform):
+        found = f"the class {transform.__name__}" if isinstance(transform, type) else f"a {type(transform).__name__}"
+        raise TypeError(f"expected a Transform, such as StepCounter(10): found {found}")
+    return transform

@@ -1,0 +1,1 @@
+"""Ramet inside other libraries: one module for each, which needs the extra of its name."""
