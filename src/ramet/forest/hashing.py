@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TypeAlias
 
 import numpy as np
@@ -293,9 +294,7 @@ class _Lanes:
 
     def __init__(self, state: _State, rows: int) -> None:
         n = self.rows = rows
-        v0, v1, v2, v3 = state
-        self.even_start, self.odd_start = np.repeat(np.array([v0, v2, v1, v3], np.uint64), n).reshape(2, -1)
-        self.shifts = np.repeat(_SHIFTS, n).reshape(4, -1)
+        self.even_start, self.odd_start, self.shifts = _constants(state, n)
         self.line = np.empty(4 * n, dtype=np.uint64)
         self.odd, self.spare = np.empty((2, 2 * n), dtype=np.uint64)
         cells = self.line.reshape(4, n)
@@ -342,6 +341,14 @@ class _Lanes:
                 _turn_half(sums[1], self.v2, spare[:n])
             else:
                 swaps[1][0][...] = swaps[1][1]
+
+
+@lru_cache(maxsize=8)
+def _constants(state: _State, n: int) -> tuple[_Words, _Words, _Words]:
+    """Return what the lanes of n rows start from, and what they are shifted by; never written to."""
+    v0, v1, v2, v3 = state
+    even, odd = np.repeat(np.array([v0, v2, v1, v3], np.uint64), n).reshape(2, -1)
+    return even, odd, np.repeat(_SHIFTS, n).reshape(4, -1)
 
 
 _FF, _HALF = np.uint64(0xFF), np.uint64(32)
