@@ -655,7 +655,7 @@ count = section(
     lambda _: counted(of_tokens().append_transform(StepCounter()).append_transform(StepCounter(step_count_key="n"))),
     ([[1], [1]], 2),
 )
-count("wrong value", ValueError, "max_steps must be at least 1 | found 0", lambda _: StepCounter(0))
+count("wrong value", ValueError, "max_steps must be a whole number, at least 1 | found 0", lambda _: StepCounter(0))
 
 # Stacking and reading.
 
@@ -736,6 +736,7 @@ def start(**more: Any) -> TensorDict:
 
 
 hashed = section("LLMHashingEnv", lambda: LLMHashingEnv(5), prefix, [[1, 3], [2, 4]])
+hashed("wrong type, a module", TypeError, "hashing_module must map | 3", lambda _: LLMHashingEnv(5, hashing_module=3))
 hashed("missing value", TypeError, "vocab_size is needed | tokenizer | pass one", lambda _: LLMHashingEnv())
 hashed(
     "missing value, a tokenizer",
@@ -871,6 +872,9 @@ def changed() -> TensorDictBase:
 
 
 extend = section("Forest.extend", planted, grown_forest, FOREST)
+extend(
+    "wrong type, nothing", TypeError, "expected a TensorDict, a rollout | NoneType", lambda forest: forest.extend(None)
+)
 extend("missing value", ForestError, "under \"next\" | ['tokens']", lambda f: f.extend(prompts()))
 extend(
     "wrong key",

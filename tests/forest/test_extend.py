@@ -659,3 +659,17 @@ def test_a_prefix_is_seen_to_begin_with_another_whatever_memory_it_is_in() -> No
     changed[1, 2] = 0
     found = [longer.begins_with(prefixes(raw)).tolist() for raw in (same, copy, other, changed, buffer[:, :0], buffer)]
     assert found == [[True] * 2, [True] * 2, [False] * 2, [True, False], [True] * 2, [False] * 2]
+
+
+@pytest.mark.parametrize("name", ["reward_key", "version_key", "log_prob_key"])
+def test_a_key_that_is_given_and_is_not_there_is_refused(name: str) -> None:
+    """A misspelt name is no rollout without rewards."""
+    tokens, answers = torch.tensor([[1]]), torch.tensor([[2]])
+    after = TensorDict({"tokens": torch.tensor([[1, 2]]), "reward": torch.ones(1, 1)}, [1])
+    step = TensorDict({"tokens": tokens, "tokens_response": answers, "next": after}, [1])
+    forest = Forest()
+    options: dict[str, Any] = {name: "misspelt"}
+    with pytest.raises(ForestError, match=r"under .*misspelt.*there are"):
+        forest.extend(step, **options)
+    assert not forest.rollouts
+    assert forest.extend(step) == [0]

@@ -99,6 +99,8 @@ class LLMHashingEnv(EnvBase):
             raise ValueError(
                 f"eos_token_id must be in the vocabulary, 0 to {self.vocab_size - 1}: found {eos_token_id}"
             )
+        if hashing_module is not None and not callable(hashing_module):
+            raise TypeError(f"hashing_module must map integers [N, 2] to integers [N]: found {hashing_module!r}")
         self.hashing_module: PrefixHash = SipHash() if hashing_module is None else hashing_module
         self.observation_key, self.text_key, self.tokenizer = observation_key, text_key, tokenizer
         self.text_output = tokenizer is not None if text_output is None else text_output

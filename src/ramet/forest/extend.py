@@ -28,6 +28,9 @@ _OF_ROWS: tuple[Path, ...] = (("_step",), ("_reset",))
 _LOG_PROBS: tuple[Path, ...] = ((Key.LOG_PROBS,), ("sample_log_prob",))
 
 
+_VERSION = "policy_version"
+
+
 @dataclass(frozen=True, slots=True)
 class Keys:
     """Which entries to read; None is found out."""
@@ -37,7 +40,7 @@ class Keys:
     mask: KeyPath | None = None
     reward: KeyPath = Key.REWARD
     log_probs: KeyPath | None = None
-    version: KeyPath = "policy_version"
+    version: KeyPath = _VERSION
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,6 +75,8 @@ class _Run:
 
 def read_episodes(td: TensorDictBase, keys: Keys, time: bool | None) -> list[Episode]:
     """Read a rollout [*B, T] or [T], or a step [*B]; raise `ForestError` or `RewardError` where something is wrong."""
+    if not isinstance(td, TensorDictBase):
+        raise TypeError(f"expected a TensorDict, a rollout [*B, T] of an environment: found a {type(td).__name__}")
     form = detect(td, as_path(keys.observation), as_path(keys.action), as_path(keys.mask), as_path(keys.reward))
     steps = steps_of(td, form, time)
     if not steps:
@@ -220,6 +225,8 @@ def _check_rewards(run: _Run, steps: Steps) -> None:
     key = ("next", *steps.form.reward)
     column = steps.columns.get(key)
     if column is None:
+        if steps.form.reward != (Key.REWARD,):
+            raise ForestError(f"no rewards under {key}, in all steps: there are {sorted(steps.columns)}")
         return
     for number, values in zip(run.at.tolist(), column.steps(), strict=True) if not _finite(column) else ():
         if not bool(values.isfinite().all()):
@@ -257,6 +264,8 @@ def _versions(run: _Run, steps: Steps, keys: Keys) -> NDArray[np.int32]:
     path = as_path(keys.version)
     column = None if path is None else steps.columns.get(path)
     if column is None:
+        if path is not None and path != (_VERSION,):
+            raise ForestError(f"no versions under {path}, in all steps: there are {sorted(steps.columns)}")
         return np.full(int(steps.actions.sum()), -1, dtype=np.int32)
     if column.lengths is not None or column.values[0].numel() != 1:
         raise ForestError(f"row {run.row}: expected one version for each step under {path}")

@@ -9,6 +9,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase, is_leaf_nontensor, lazy_stack
 from torch import Tensor
 
+from ramet.ragged.reading import check_td
 from ramet.ragged.storage import Ragged, is_jagged
 
 
@@ -25,6 +26,7 @@ def compact(td: TensorDictBase) -> TensorDictBase:
     >>> kept["tokens"].tolist(), kept["tokens"].untyped_storage().nbytes()
     ([[0, 1, 2], [100, 101, 102]], 48)
     """
+    check_td(td)
     groups: dict[Any, list[Tensor]] = {}
     for tensor in _tensors(td):
         groups.setdefault(_place(tensor), []).append(tensor)

@@ -16,6 +16,12 @@ KeyPath: TypeAlias = str | tuple[str, ...]
 _MASK, _MASKED = "attention_mask", ("tokens", "attention_mask")
 
 
+def check_td(td: Any) -> None:
+    """Raise a TypeError for what is no TensorDict."""
+    if not isinstance(td, TensorDictBase):
+        raise TypeError(f"expected a TensorDict, found a {type(td).__name__}")
+
+
 def rows(td: TensorDictBase, key: KeyPath, *, mask: KeyPath | None = None) -> list[Any]:
     """Read the rows of an entry in any layout, without padding: 1-D tensors [L], or strings.
 
@@ -30,6 +36,7 @@ def rows(td: TensorDictBase, key: KeyPath, *, mask: KeyPath | None = None) -> li
     >>> rows(TensorDict({"tokens": tokens, "attention_mask": mask}, [2]), "tokens")
     [tensor([5]), tensor([6, 7])]
     """
+    check_td(td)
     path = (key,) if isinstance(key, str) else tuple(key)
     if isinstance(td, LazyStackedTensorDict):  # whether there is a mask, each part says for itself
         return _in_order(td, [rows(part, key, mask=mask) for part in td.unbind(td.stack_dim)])

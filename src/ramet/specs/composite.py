@@ -47,6 +47,8 @@ class Composite(Spec):
                 raise KeyError(f"{name!r} holds {inner}, so nothing can be put under {key!r}")
             inner[rest] = spec
             return
+        if not isinstance(spec, Spec | Mapping):
+            raise TypeError(f"{name!r} needs a spec, or a mapping of specs: found {describe(spec)}")
         spec = spec if isinstance(spec, Spec) else Composite(spec, shape=self.shape, device=self.device)
         if spec.shape[: len(self.shape)] != self.shape:
             raise ValueError(

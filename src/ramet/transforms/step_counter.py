@@ -20,8 +20,8 @@ class StepCounter(Transform):
         self, max_steps: int | None = None, truncated_key: str = "truncated", step_count_key: str = "step_count"
     ) -> None:
         super().__init__()
-        if max_steps is not None and max_steps < 1:
-            raise ValueError(f"max_steps must be at least 1: found {max_steps}")
+        if max_steps is not None and (type(max_steps) is not int or max_steps < 1):
+            raise ValueError(f"max_steps must be a whole number, at least 1: found {max_steps!r}")
         self.max_steps, self.truncated_key, self.step_count_key = max_steps, truncated_key, step_count_key
 
     def _reset(self, td: TensorDictBase, td_reset: TensorDictBase) -> TensorDictBase:
