@@ -35,7 +35,7 @@ from ramet.envs import (
 )
 from ramet.errors import DataError, ForestError
 from ramet.forest import Forest, SipHash
-from ramet.models.tiny import tiny_tokenizer
+from ramet.models.tiny import tiny_llama, tiny_tokenizer
 from ramet.ragged import Ragged, compact, pad, rows
 from ramet.specs import Bounded, Categorical, Composite, NonTensor, Unbounded
 
@@ -127,6 +127,11 @@ llm("wrong value, a vocabulary", ValueError, "vocab_size must be | found 0", lam
 llm(
     "wrong type, an end", TypeError, "eos_token_id must be one token id | [1, 2]", lambda _: LLMEnv(eos_token_id=[1, 2])
 )
+llm("wrong type, a key", TypeError, "a string or a tuple of strings | 3", lambda _: of_tokens(token_key=3))
+llm(
+    "wrong value, an end", ValueError, "eos_token_id=100 | vocabulary of 10",
+    lambda _: of_tokens(vocab_size=10, eos_token_id=100),
+)  # fmt: skip
 llm(
     "wrong key, one for two", ValueError, "a key of its own | 'tokens' | twice",
     lambda _: of_tokens(attention_key="tokens"),
@@ -204,6 +209,18 @@ step(
 )  # fmt: skip
 
 
+step(
+    "wrong value, ids", ValueError, "'tokens_response', row 1 | from 0 to 9 | found 10",
+    lambda _: of_tokens(vocab_size=10).step(prompts(tokens_response=ints([[7], [10]]))),
+)  # fmt: skip
+step(
+    "wrong value, ragged ids", ValueError, "'tokens_response', row 1 | from 0 to 9 | found -1",
+    lambda _: of_tokens(vocab_size=10).step(
+        prompts(tokens_response=jagged([7], [8, -1]), attention_mask=torch.ones(2, 2).bool())
+    ),
+)  # fmt: skip
+step("wrong type", TypeError, "expected a TensorDict, found a dict", lambda env: env.rand_action({}))
+step("wrong type, a seed", TypeError, "a seed is a whole number | 'a'", lambda env: env.set_seed("a"))
 step("missing value, a result", KeyError, "step_mdp needs what step returned", lambda env: env.step_mdp(prompts()))
 
 
@@ -246,6 +263,7 @@ def played(env: EnvBase) -> list[Any]:
 
 rollout = section("EnvBase.rollout", of_tokens, played, STEPPED)
 rollout("wrong value", ValueError, "max_steps must be a whole number, at least 1 | found 0", lambda env: env.rollout(0))
+rollout("wrong type, a policy", TypeError, "policy must be a function | 'p'", lambda env: env.rollout(1, "p"))
 rollout("wrong type", ValueError, "max_steps must be a whole number | 1.5", lambda env: env.rollout(1.5))
 rollout(
     "missing value", ValueError, "auto_reset=False needs the first state | pass it as tensordict",
@@ -558,6 +576,7 @@ token(
     "wrong key", ValueError, "text and its tokens need a key each | 'text'",
     lambda _: Tokenizer(["text"], ["text"], tokenizer=TOKENIZER),
 )  # fmt: skip
+token("wrong type, a dict", TypeError, "expected a TensorDict, found a dict", lambda t: t({"text": ["a", "b"]}))
 token("wrong value", ValueError, "max_length must be at least 1 | found 0", lambda _: tokenizing(max_length=0))
 token(
     "wrong shape", ValueError, "'tokens' have [1, 2] tokens | return_attention_mask=True, or padding=False",
@@ -582,6 +601,10 @@ class Weighted(Half):
 
 penalty = section("KLRewardTransform", with_penalty, penalised, [pytest.approx(-0.6931472)] * 2)
 replayed = {"tokens_response": ints([[7], [8]]), "log_probs": torch.zeros(2, 1)}
+penalty(
+    "wrong type, a language model", TypeError, "takes ids | ramet.TransformersScorer",
+    lambda _: KLRewardTransform(tiny_llama(TOKENIZER)),
+)  # fmt: skip
 penalty("wrong type", TypeError, "actor must be a module | NoneType", lambda _: KLRewardTransform(None))
 penalty(
     "wrong key",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 from pathlib import Path
 
@@ -91,3 +92,23 @@ def test_type_checkers_see_the_same_names() -> None:
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'Trainner'"):
         _ = ramet.Trainner
+
+
+@pytest.mark.parametrize("module", ["envs", "transforms"])
+def test_the_names_of_environments_and_transforms_are_in_their_packages_too(module: str) -> None:
+    """Whoever knows them from elsewhere changes an import; each is the object that `ramet` offers."""
+    package = importlib.import_module(f"ramet.{module}")
+    assert set(package.__all__) <= set(NAMES)
+    for name in package.__all__:
+        assert getattr(package, name) is getattr(ramet, name)
+
+
+def test_the_package_of_environments_has_all_that_goes_with_them() -> None:
+    wanted = (
+        "EnvBase TransformedEnv Transform LLMEnv LLMHashingEnv DataLoadingPrimer TensorDictPrimer Tokenizer Compose"
+    )
+    wanted += (
+        " KLRewardTransform RewardSum StepCounter SipHash Forest MCTSForest as_nested_tensor as_padded_tensor rows"
+    )
+    wanted += " pad Composite NonTensor Unbounded Bounded Categorical check_env_specs"
+    assert set(wanted.split()) <= set(importlib.import_module("ramet.envs").__all__)

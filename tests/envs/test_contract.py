@@ -195,3 +195,46 @@ def test_specs_expand_and_start_with_the_batch_of_their_composite() -> None:
     assert not larger.is_in(spec.rand())
     with pytest.raises(ValueError, match=r"'x' must start with the batch size \(2,\): found \(3,\)"):
         Composite({"x": Unbounded((3,))}, shape=(2,))
+
+
+def test_a_random_string_is_the_example_and_another_type_does_not_fit() -> None:
+    spec = NonTensor((2,), example_data="a")
+    assert spec.rand().tolist() == spec.zero().tolist() == ["a", "a"]
+    assert spec.is_in(["b", "c"])
+    assert not spec.is_in(["b", 3])
+
+
+def test_the_device_of_an_environment_is_where_its_results_are() -> None:
+    env = LLMEnv(from_text=False, eos_token_id=9, device="cpu")
+    assert env.device == torch.device("cpu")
+    assert env.observation_spec["tokens"].device == torch.device("cpu")
+    prompts = TensorDict({"tokens": torch.tensor([[1]])}, [1])
+    assert prompts.device is None
+    assert env.reset(prompts).device == torch.device("cpu")
+
+
+def test_a_forest_finds_the_entries_of_a_rollout_by_itself() -> None:
+    """The mask beside the tokens, log-probs under either name, the action of an environment of ids."""
+    mask = torch.tensor([[False, True], [True, True]])
+    steps = {
+        "tokens": torch.tensor([[0, 2], [1, 3]]),
+        "attention_mask": mask,
+        "tokens_response": torch.tensor([[5], [6]]),
+    }
+    next_td = {"tokens": torch.tensor([[0, 2, 5], [1, 3, 6]]), "attention_mask": torch.cat([mask, mask[:, 1:]], 1)}
+    for name in ("log_probs", "sample_log_prob"):
+        forest = Forest()
+        forest.extend(
+            TensorDict({**steps, name: torch.tensor([[-1.0], [-2.0]]), "next": TensorDict(next_td, [2])}, [2])
+        )
+        assert [forest.path(number).tolist() for number in (0, 1)] == [[2, 5], [1, 3, 6]]
+        assert [rollout.log_probs[-1] for rollout in forest.rollouts] == [-1.0, -2.0]
+    ids = {"observation": torch.tensor([[1]]), "action": torch.tensor([[4]])}
+    forest.extend(TensorDict({**ids, "next": TensorDict({"observation": torch.tensor([[1, 4]])}, [1])}, [1]))
+    assert forest.path(2).tolist() == [1, 4]
+
+
+def test_a_reset_without_a_tensordict_has_the_batch_of_the_environment() -> None:
+    env = LLMEnv.from_dataloader(["a", "b"], batch_size=2, eos_token_id=2)
+    assert env.reset().batch_size == (2,)
+    assert env.reset(TensorDict({"kept": torch.arange(2)}, [2]))["kept"].tolist() == [0, 1]

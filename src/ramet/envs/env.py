@@ -46,6 +46,30 @@ class EnvBase(EnvSpecs, ABC):
     Random numbers come from `self.generator`. Prove an environment by `check_env_specs`.
 
     `batch_locked=False` lets an environment of batch size () take any batch.
+
+    >>> from ramet.envs.check import check_env_specs
+    >>> from ramet.specs import Bounded, Unbounded
+    >>> class Walk(EnvBase):
+    ...     def __init__(self):
+    ...         super().__init__(batch_size=(2,))
+    ...         self.observation_spec = Composite({"at": Unbounded((2, 1), dtype=torch.int64)}, shape=(2,))
+    ...         self.action_spec = Bounded(1, 2, (2, 1), dtype=torch.int64)
+    ...     def _reset(self, td):
+    ...         return TensorDict({"at": torch.zeros(2, 1, dtype=torch.int64)}, [2])
+    ...     def _step(self, td):
+    ...         at = td["at"] + td["action"]
+    ...         return TensorDict({"at": at, "terminated": at >= 4}, [2])
+    >>> check_env_specs(Walk())
+    >>> env = Walk()
+    >>> td = env.reset()
+    >>> td["at"].tolist(), td["done"].tolist()
+    ([[0], [0]], [[False], [False]])
+    >>> act = lambda td: td.set("action", torch.tensor([[1], [2]]))
+    >>> env.step(act(td))["next", "at"].tolist()
+    [[1], [2]]
+    >>> rollout = env.rollout(9, act)
+    >>> rollout["next", "at"].squeeze(-1).tolist(), rollout["next", "done"][:, -1].tolist()
+    ([[1, 2], [2, 4]], [[False], [True]])
     """
 
     def __init__(
@@ -66,6 +90,9 @@ class EnvBase(EnvSpecs, ABC):
         if "generator" in state:
             self.generator = torch.Generator()
             self.generator.set_state(torch.frombuffer(bytearray(state["generator"]), dtype=torch.uint8))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(batch_size={tuple(self.batch_size)}, device={self.device})"
 
     # What an author writes.
 
@@ -163,6 +190,7 @@ class EnvBase(EnvSpecs, ABC):
         """Write a random action into `td` and return it."""
         if td is None:
             td = TensorDict({}, batch_size=self.batch_size, device=self.device)
+        ragged.check_td(td)
         self._check_batch(td)
         prefix = td.batch_size[: td.batch_dims - len(self.batch_size)]
         for key in self.action_keys:
@@ -175,6 +203,8 @@ class EnvBase(EnvSpecs, ABC):
 
     def set_seed(self, seed: int) -> None:
         """Fix everything random that the environment owns."""
+        if type(seed) is not int:
+            raise TypeError(f"a seed is a whole number: found {seed!r}")
         self.generator.manual_seed(seed)
         self._set_seed(seed)
 
@@ -202,6 +232,9 @@ class EnvBase(EnvSpecs, ABC):
         """
         if type(max_steps) is not int or max_steps < 1:
             raise ValueError(f"max_steps must be a whole number, at least 1: found {max_steps!r}")
+        for name, function in (("policy", policy), ("callback", callback)):
+            if function is not None and not callable(function):
+                raise TypeError(f"{name} must be a function of a TensorDict: found {function!r}")
         if auto_reset:
             state = self.reset(tensordict)
         elif tensordict is None:
@@ -245,10 +278,7 @@ class EnvBase(EnvSpecs, ABC):
         """Return a shallow copy of `td` of the right batch and device, without what is left of an earlier step."""
         if td is None:
             return TensorDict({}, batch_size=self.batch_size, device=self.device)
-        if not isinstance(td, TensorDictBase):
-            raise TypeError(
-                f"expected a TensorDict, found a {type(td).__name__}: TensorDict({{...}}, batch_size=[...])"
-            )
+        ragged.check_td(td)
         self._check_batch(td)
         td = copied(td, but=("next",))
         return td if self.device is None or td.device == self.device else td.to(self.device)
@@ -262,7 +292,26 @@ class EnvBase(EnvSpecs, ABC):
 
 
 class TransformedEnv(EnvBase):
-    """An environment with transforms around it: `base_env` and `transform` (a `Compose` where there are several)."""
+    """An environment with transforms around it: `base_env` and `transform` (a `Compose` where there are several).
+
+    >>> from ramet.envs.llm import LLMEnv
+    >>> from ramet.transforms import DataLoadingPrimer, StepCounter
+    >>> env = LLMEnv(eos_token_id=9, batch_size=2).append_transform(StepCounter(2))
+    >>> env = env.append_transform(DataLoadingPrimer(["1+1=", "2+2=", "3+3="]))
+    >>> env
+    TransformedEnv(LLMEnv(batch_size=(2,), device=None), StepCounter, DataLoadingPrimer)
+    >>> td = env.reset()
+    >>> ragged.rows(td, "text"), td["step_count"].tolist()
+    (['1+1=', '2+2='], [[0], [0]])
+    >>> def policy(td):
+    ...     td["text_response"], td["tokens_response"] = ["2", "?"], torch.tensor([[9], [5]])
+    >>> policy(td)
+    >>> td = env.step(td)
+    >>> ragged.rows(td["next"], "text"), td["next", "done"].tolist(), td["next", "step_count"].tolist()
+    (['1+1=2', '2+2=?'], [[True], [False]], [[1], [1]])
+    >>> ragged.rows(env.rollout(2, policy, break_when_any_done=False), ("next", "text"))
+    ['3+3=2', '2+2=2', '1+1=?', '1+1=??']
+    """
 
     def __init__(self, base_env: EnvBase, transform: Transform | None = None) -> None:
         self.base_env = base_env
@@ -289,6 +338,10 @@ class TransformedEnv(EnvBase):
     def reward_keys(self) -> list[KeyPath]:
         """Keys of the rewards, after the transforms."""
         return self._keys("reward", self.base_env.reward_keys, lambda: self.full_reward_spec)
+
+    def __repr__(self) -> str:
+        around = self.transform if isinstance(self.transform, Compose) else [self.transform]
+        return f"{type(self).__name__}({self.base_env}, {', '.join(type(transform).__name__ for transform in around)})"
 
     @property
     def generator(self) -> torch.Generator:  # type: ignore[override]

@@ -21,6 +21,7 @@ from ramet.ragged import Appender, Ragged, Text, read_text
 from ramet.ragged.storage import is_jagged
 from ramet.specs import Bounded, Categorical, Composite, KeyPath, NonTensor, Spec, Unbounded, describe
 from ramet.transforms.loading import DataLoadingPrimer
+from ramet.transforms.token_rows import check_vocabulary
 from ramet.types import Key
 
 _TOKENS_DATA = "tokens_data"
@@ -104,10 +105,15 @@ class LLMEnv(EnvBase):
             warnings.warn("eos_token_id is None: no action ends a row", UserWarning, stacklevel=2)
         if vocab_size is not None and (type(vocab_size) is not int or vocab_size < 1):
             raise ValueError(f"vocab_size must be a whole number, at least 1: found {vocab_size!r}")
+        if vocab_size is not None and eos_token_id is not None and eos_token_id >= vocab_size:
+            raise ValueError(
+                f"eos_token_id={eos_token_id} is outside a vocabulary of {vocab_size}: no action can hold it"
+            )
         size = _batch_size(batch_size)
         super().__init__(batch_size=size, device=device, batch_locked=bool(size))
         self.token_key: KeyPath = Key.TOKENS if token_key is None else token_key
         self.str_key: KeyPath = Key.TEXT if str_key is None else str_key
+        _check_keys(self.token_key, self.str_key, attention_key, action_key, reward_key)
         self.attention_key: KeyPath = _sibling(self.token_key, Key.MASK) if attention_key is None else attention_key
         default_action = Key.TEXT_RESPONSE if from_text else Key.RESPONSE
         self.action_key: KeyPath = default_action if action_key is None else action_key
@@ -310,9 +316,12 @@ class LLMEnv(EnvBase):
                 f"found {describe(action)}"
             )
         real = self._action_mask(td, key)
+        ids: Tensor | Ragged = Ragged.from_jagged(action) if is_jagged(action) else action
         if real is not None:
-            return Ragged.from_any(action, real) if td.batch_dims else action[real.bool()]
-        return Ragged.from_jagged(action) if is_jagged(action) else action
+            ids = Ragged.from_any(action, real) if td.batch_dims else action[real.bool()]
+        if self.vocab_size is not None:
+            check_vocabulary(ids, self.vocab_size, key)
+        return ids
 
     def _action_mask(self, td: TensorDictBase, key: KeyPath) -> Tensor | None:
         """Return the mask of a padded action: an entry called "tokens" has it beside it, as everywhere."""
@@ -403,8 +412,15 @@ class LLMEnv(EnvBase):
         )
 
 
+def _check_keys(*keys: KeyPath | None) -> None:
+    for key in keys:
+        names = (key,) if isinstance(key, str) else () if key is None else key
+        if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
+            raise TypeError(f"a key is a string or a tuple of strings: found {key!r}")
+
+
 def _check_apart(*keys: KeyPath) -> None:
-    paths = [(key,) if isinstance(key, str) else tuple(key) for key in keys]
+    paths = [(key,) if isinstance(key, str) else key for key in keys]
     twice = next((path for number, path in enumerate(paths) if path in paths[:number]), None)
     if twice is not None:
         raise ValueError(f"each entry needs a key of its own: found {twice} twice among {paths}")

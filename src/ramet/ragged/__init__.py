@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from ramet.ragged.compacting import compact
 from ramet.ragged.growth import Appender
-from ramet.ragged.reading import pad, read_text, rows
+from ramet.ragged.reading import check_td, pad, read_text, rows
 from ramet.ragged.stacking import as_nested_tensor, as_padded_tensor
 from ramet.ragged.storage import Ragged, Side, choose, choose_padded, positions
 from ramet.ragged.text import Text
@@ -23,6 +23,7 @@ __all__ = [
     "Text",
     "as_nested_tensor",
     "as_padded_tensor",
+    "check_td",
     "choose",
     "choose_padded",
     "compact",

@@ -100,6 +100,11 @@ class KLRewardTransform(Transform):
             raise ValueError(f'placement must be "last" or "spread": found {placement!r}')
         if not isinstance(actor, nn.Module) and not callable(getattr(actor, "log_prob", None)):
             raise TypeError(f"actor must be a module, or have log_prob(td): found {describe(actor)}")
+        if callable(getattr(actor, "generate", None)) and not callable(getattr(actor, "log_prob", None)):
+            raise TypeError(
+                f"actor must take a TensorDict: found the language model {type(actor).__name__}, which takes ids; "
+                "wrap it in ramet.TransformersScorer"
+            )
         self.reward_key, self.out_key, self.placement = reward_key, out_key, placement
         self.in_keys += [key for key in getattr(actor, "in_keys", ()) if key not in self.in_keys]
         self.sample_log_prob_key = _log_prob_key_of(actor) if log_prob_key is None else log_prob_key

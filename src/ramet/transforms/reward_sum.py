@@ -44,6 +44,8 @@ class RewardSum(Transform):
     >>> td = env.reset(TensorDict({"tokens": torch.tensor([[1, 2], [3, 4]])}, [2]))
     >>> td["episode_reward"].tolist()
     [[0.0], [0.0]]
+    >>> env.step(td.set("tokens_response", torch.tensor([[5], [6]])))["next", "episode_reward"].tolist()
+    [[0.0], [0.0]]
     >>> env.rollout(3, tensordict=td)["next", "episode_reward"].shape
     torch.Size([2, 3, 1])
     >>> RewardSum()(TensorDict({"reward": torch.ones(4, 1)}, [4]))["episode_reward"].flatten()

@@ -14,6 +14,19 @@ class StepCounter(Transform):
 
     A truncated row is done; `terminated` stays as the environment said it. The cut is in `truncated`, and in
     `truncated_key` where that is another.
+
+    >>> from tensordict import TensorDict
+    >>> from ramet.envs.llm import LLMEnv
+    >>> env = LLMEnv(from_text=False, eos_token_id=9).append_transform(StepCounter(max_steps=2))
+    >>> td = env.reset(TensorDict({"tokens": torch.tensor([[1], [2]])}, [2]))
+    >>> td["step_count"].tolist()
+    [[0], [0]]
+    >>> td = env.step(td.set("tokens_response", torch.tensor([[5], [9]])))
+    >>> td["next", "step_count"].tolist(), td["next", "done"].tolist()
+    ([[1], [1]], [[False], [True]])
+    >>> rollout = env.rollout(9, lambda td: td.set("tokens_response", torch.tensor([[5], [6]])), tensordict=td)
+    >>> rollout.batch_size, rollout["next", "truncated"][:, -1].tolist(), rollout["next", "terminated"][:, -1].tolist()
+    (torch.Size([2, 2]), [[True], [True]], [[False], [False]])
     """
 
     def __init__(

@@ -45,6 +45,22 @@ def decode_rows(tokenizer: Any, ids: list[list[int]], options: Mapping[str, bool
     return [backend.decode(row, skip_special_tokens=skip) for row in ids]
 
 
+def check_vocabulary(ids: Tensor | Ragged, size: int, key: KeyPath) -> None:
+    """Raise a ValueError that names key and row for ids [*B, n] outside of 0 to `size` - 1."""
+    values = ids.compact().values if isinstance(ids, Ragged) else ids
+    outside = (values < 0) | (values >= size)
+    if not bool(outside.any()):
+        return
+    number = int(outside.reshape(-1).nonzero()[0])
+    if isinstance(ids, Ragged):
+        row = int(torch.searchsorted(ids.lengths.cumsum(0), number, right=True))
+    else:
+        row = number // ids.shape[-1]
+    raise ValueError(
+        f"{key!r}, row {row}: expected token ids from 0 to {size - 1}, found {int(values.reshape(-1)[number])}"
+    )
+
+
 def _backend(tokenizer: Any) -> Any:
     """Return what a fast tokenizer of transformers decodes by; None for any other, and where it decodes in its way."""
     transformers = sys.modules.get("transformers")

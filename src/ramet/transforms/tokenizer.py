@@ -18,6 +18,7 @@ from ramet.transforms.token_rows import (
     Decode,
     Marked,
     check_strings,
+    check_vocabulary,
     device_of,
     entry,
     keys_of,
@@ -288,6 +289,8 @@ class Tokenizer(Transform):
             observed = before.get(out)
             if entry(td, out) is not None:
                 tokens, mask = self._action(td, out), self._mask_beside(td, out)
+                if self.vocab_size is not None:
+                    check_vocabulary(tokens, self.vocab_size, out)
                 set_text(td, key, Text.decoded(tokens, self._decode, self._context(td, observed, key)))
                 if mask is not None:
                     put(td, out, tokens)  # without padding: the environment inside does not know that mask

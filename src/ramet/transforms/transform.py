@@ -8,6 +8,7 @@ from typing import Any
 from tensordict import TensorDictBase
 from torch import nn
 
+from ramet.ragged import check_td
 from ramet.specs import Composite, KeyPath
 from ramet.transforms.env_specs import EnvSpecs
 
@@ -31,6 +32,17 @@ class Transform(nn.Module):
     ...         return value * 2
     >>> Double(in_keys=["x"], out_keys=["y"])(TensorDict({"x": torch.tensor(2)}))["y"]
     tensor(4)
+
+    In an environment it is on the way out of a reset and of a step, and so in a rollout:
+
+    >>> from ramet.envs.llm import LLMEnv
+    >>> env = LLMEnv(from_text=False, eos_token_id=9).append_transform(Double(["tokens"], ["twice"]))
+    >>> td = env.reset(TensorDict({"tokens": torch.tensor([[1], [2]])}, [2]))
+    >>> td["twice"].tolist()
+    [[2], [4]]
+    >>> answer = lambda td: td.set("tokens_response", torch.tensor([[3], [4]]))
+    >>> env.step(answer(td))["next", "twice"].tolist(), env.rollout(2, answer, tensordict=td).batch_size
+    ([[2, 6], [4, 8]], torch.Size([2, 2]))
     """
 
     def __init__(
@@ -63,12 +75,19 @@ class Transform(nn.Module):
     def set_seed(self, seed: int) -> None:
         """Fix what is random in this transform."""
 
+    def __call__(self, td: TensorDictBase) -> TensorDictBase:
+        """Apply `forward`; TypeError for what is no TensorDict."""
+        check_td(td)
+        found: TensorDictBase = super().__call__(td)
+        return found
+
     def forward(self, td: TensorDictBase) -> TensorDictBase:
         """Apply the way out to `td`, outside any environment."""
         return self._call(td)
 
     def inv(self, td: TensorDictBase) -> TensorDictBase:
         """Apply the way in to `td`, outside any environment."""
+        check_td(td)
         return self._inv_call(td)
 
     def _apply_transform(self, value: Any) -> Any:
@@ -134,7 +153,24 @@ class Transform(nn.Module):
 
 
 class Compose(Transform):
-    """Several transforms as one: the way out goes through them in order, the way in (of a reset too) in reverse."""
+    """Several transforms as one: the way out goes through them in order, the way in (of a reset too) in reverse.
+
+    >>> import torch
+    >>> from tensordict import TensorDict
+    >>> from ramet.envs.llm import LLMEnv
+    >>> from ramet.transforms import RewardSum, StepCounter
+    >>> env = LLMEnv(from_text=False, eos_token_id=9, assign_reward=True)
+    >>> env = env.append_transform(Compose(StepCounter(3), RewardSum()))
+    >>> td = env.reset(TensorDict({"tokens": torch.tensor([[1], [2]])}, [2]))
+    >>> td["step_count"].tolist(), td["episode_reward"].tolist()
+    ([[0], [0]], [[0.0], [0.0]])
+    >>> td = env.step(td.set("tokens_response", torch.tensor([[5], [6]])))
+    >>> td["next", "step_count"].tolist(), td["next", "episode_reward"].tolist()
+    ([[1], [1]], [[0.0], [0.0]])
+    >>> rollout = env.rollout(9, lambda td: td.set("tokens_response", torch.tensor([[5], [6]])), tensordict=td)
+    >>> rollout.batch_size, [type(transform).__name__ for transform in env.transform]
+    (torch.Size([2, 3]), ['StepCounter', 'RewardSum'])
+    """
 
     def __init__(self, *transforms: Transform) -> None:
         super().__init__()

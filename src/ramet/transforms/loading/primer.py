@@ -122,10 +122,21 @@ class DataLoadingPrimer(Transform):
     >>> list(rollout["next", "text"]), rollout["group_id"].tolist()
     (['2+2=4', '3+3=6', '4+4=8'], [0, 1, 2])
 
-    A `datasets` dataset is given as it is, a generator by a function that makes it; an empty loader is refused.
+    A `datasets` dataset is given as it is, here for a batch of one:
 
-    >>> primer = DataLoadingPrimer(lambda: iter(["a", "b"]), batch_size=3)
-    >>> list(primer(TensorDict())["data"])
+    >>> from datasets import Dataset
+    >>> questions = Dataset.from_dict({"text": ["2+2=", "3+3="], "answer": [4, 6]})
+    >>> td = LLMEnv(eos_token_id=9, batch_size=1).append_transform(DataLoadingPrimer(questions)).reset()
+    >>> list(td["text"]), td["answer"].tolist()
+    (['2+2='], [4])
+
+    A generator is read once, and its end is an error; a function that makes one is called for each epoch. An empty
+    loader is refused, where its length is known at once, else by the first reset.
+
+    >>> once = DataLoadingPrimer((letter for letter in "ab"), batch_size=2)
+    >>> list(once(TensorDict())["data"])
+    ['a', 'b']
+    >>> list(DataLoadingPrimer(lambda: iter(["a", "b"]), batch_size=3)(TensorDict())["data"])
     ['a', 'b', 'a']
     >>> DataLoadingPrimer([])
     Traceback (most recent call last):
