@@ -74,7 +74,7 @@ def test_saving_a_few_rows_writes_only_their_live_tokens(prompts: Any, layout: s
     for _ in range(3):
         state = env.step_mdp(env.step(answered(state, [[8] * 20] * len(state))))
     first = data.draw(st.integers(0, len(state) - 2))
-    few = ramet.compact(state[first : first + 2])
+    few = ramet.compact(lazy_stack([state[first], state[first + 1]]))  # tensordict 0.14 slices no jagged rows
     assert [row.tolist() for row in ramet.rows(few, "tokens")] == [
         [*(prompts * 40)[row], *[8] * 60] for row in (first, first + 1)
     ]
