@@ -127,11 +127,13 @@ def stream_of(mode: Mode) -> Iterator[tuple[str, int, int]]:
 
 
 def answers_at(step: int, count: int, mode: Mode) -> list[list[int]]:
-    """Two tokens for each row, and then one; nothing for the first row where answers may be empty."""
+    """Two tokens for each row, and then one; nothing for the first row, or the last, where answers may be empty."""
     letters = ids_of("pqrstuvwxyz")
     if step == 0:
         answers = [letters[row : row + 2] for row in range(count)]
-        return [[], *answers[1:]] if mode["zero"] else answers
+        if mode["zero"]:
+            answers[count - 1 if mode["nested"] else 0] = []
+        return answers
     answers = [[letters[-1 - row]] for row in range(count)]
     if mode["eos"]:
         answers[-1] = [EOS]
@@ -200,7 +202,7 @@ def check_observation(td: TensorDictBase, mode: Mode, rows: list[Row]) -> None:
 
 def check_layout(td: TensorDictBase, mode: Mode) -> None:
     """What comes out has the layout that was asked for: lazy stacks and jagged rows stay such."""
-    if mode["from_text"] or not td.batch_dims:
+    if not has_tokens(mode) or not td.batch_dims:
         return
     lazy = mode["layout"] == "lazy" and not mode["tokenizer"]
     assert isinstance(td, LazyStackedTensorDict) == lazy
@@ -281,15 +283,17 @@ def play(mode: Mode) -> None:
 def check_partial_reset(
     env: Any, td: TensorDictBase, mode: Mode, rows: list[Row], dealt: list[Any], stream: Iterator[Any]
 ) -> None:
-    """The first row begins anew; the others stay, and what they are in the midst of goes on."""
+    """The first row, or two others, begin anew; the rest stays, and what it is in the midst of goes on."""
     named = torch.zeros((*td.batch_size, 1), dtype=torch.bool)
-    named.view(-1)[0] = True
+    chosen = [1, len(rows) - 1] if mode["nested"] and len(rows) > 2 else [0]
+    named.view(-1)[chosen] = True
     td = env.reset(td.copy().set("_reset", named))
-    dealt[0] = next(stream)
-    rows[0] = Row(dealt[0][0])
+    for row in chosen:
+        dealt[row] = next(stream)
+        rows[row] = Row(dealt[row][0])
     check_observation(td, mode, rows)
     check_groups(td, dealt)
-    assert not td["done"].reshape(-1)[0]
+    assert not td["done"].reshape(-1)[chosen].any()
     answers = [[token] for token in ids_of("pqrstuvwxyz")[: len(rows)]]
     td = env.step(act(td, mode, answers))
     for row, answer in zip(rows, answers, strict=True):
