@@ -577,6 +577,7 @@ token(
     lambda _: Tokenizer(["text"], ["text"], tokenizer=TOKENIZER),
 )  # fmt: skip
 token("wrong type, a dict", TypeError, "expected a TensorDict, found a dict", lambda t: t({"text": ["a", "b"]}))
+token("wrong type, a length", ValueError, "max_length must be at least 1 | 'a'", lambda _: tokenizing(max_length="a"))
 token("wrong value", ValueError, "max_length must be at least 1 | found 0", lambda _: tokenizing(max_length=0))
 token(
     "wrong shape", ValueError, "'tokens' have [1, 2] tokens | return_attention_mask=True, or padding=False",
@@ -601,6 +602,7 @@ class Weighted(Half):
 
 penalty = section("KLRewardTransform", with_penalty, penalised, [pytest.approx(-0.6931472)] * 2)
 replayed = {"tokens_response": ints([[7], [8]]), "log_probs": torch.zeros(2, 1)}
+penalty("wrong type, a number", TypeError, "coef must be one number | 'a'", lambda _: KLRewardTransform(Half(), "a"))
 penalty(
     "wrong type, a language model", TypeError, "takes ids | ramet.TransformersScorer",
     lambda _: KLRewardTransform(tiny_llama(TOKENIZER)),
@@ -895,6 +897,7 @@ def changed() -> TensorDictBase:
 
 
 extend = section("Forest.extend", planted, grown_forest, FOREST)
+extend("wrong type, a hash", TypeError, "hashing must map | found 3", lambda _: Forest(3))
 extend(
     "wrong type, nothing", TypeError, "expected a TensorDict, a rollout | NoneType", lambda forest: forest.extend(None)
 )
@@ -946,6 +949,7 @@ path = section(
     lambda f: read(f.rollout_from_path((0, 0, 0)), ("next", "tokens")),
     [[1, 5, 7], [1, 5, 7, 7]],
 )
+path("wrong type", TypeError, "a path is a sequence of positions | found 0", lambda f: f.rollout_from_path(0))
 path(
     "wrong value",
     ForestError,

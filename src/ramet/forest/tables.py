@@ -28,6 +28,8 @@ class Tables:
     """
 
     def __init__(self, hashing: PrefixHash | None = None) -> None:
+        if hashing is not None and not callable(hashing):
+            raise TypeError(f"hashing must map integers [N, 2] to integers [N], as SipHash() does: found {hashing!r}")
         self.nodes = Nodes(SipHash() if hashing is None else hashing)
         self.rollouts: list[Rollout] = []
         self.unit: Unit | None = None

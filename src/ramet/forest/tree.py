@@ -205,6 +205,8 @@ class Tree:
         which they came. Where none ends there, it counts through those that pass. The steps are those below the root
         of the tree, up to the end of the path; the steps in which they lie are whole, none is cut.
         """
+        if isinstance(path, str) or not isinstance(path, Sequence) or any(type(step) is not int for step in path):
+            raise TypeError(f"a path is a sequence of positions of children, as valid_paths gives them: found {path!r}")
         tree = self.at(path)
         numbers = tree.rollouts if tree.node >= 0 else []
         if not numbers:

@@ -51,6 +51,9 @@ def as_padded_tensor(list: Sequence[TensorDictBase], dim: int = 0, stack_dim: in
     >>> td.batch_size, td["tokens"].tolist(), list(td["text"])
     (torch.Size([2]), [[1, 2], [0, 3]], ['[1, 2]', '[3]'])
     """
+    for name, value in (("dim", dim), ("stack_dim", stack_dim)):
+        if type(value) is not int:
+            raise TypeError(f"{name} must be a whole number: found {value!r}")
     if dim < 0:
         raise ValueError(f"dim must be >= 0: found {dim}")
     if stack_dim < 0:
@@ -72,6 +75,8 @@ def as_padded_tensor(list: Sequence[TensorDictBase], dim: int = 0, stack_dim: in
 
 def _entries(items: Sequence[TensorDictBase]) -> dict[KeyPath, list[Any]]:
     """Return the leaves of all items by key, of the same keys, kinds and dtypes in each."""
+    if isinstance(items, TensorDictBase) or not isinstance(items, Sequence):
+        raise TypeError(f"expected a list of TensorDicts, found a {type(items).__name__}")
     if not len(items):
         raise ValueError("an empty list can not be stacked: expected at least one TensorDict")
     for number, item in enumerate(items):

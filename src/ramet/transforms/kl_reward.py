@@ -302,6 +302,8 @@ def _only_key(name: str, keys: Sequence[KeyPath] | str | None, default: KeyPath)
 
 
 def _number(coef: float | Tensor) -> Tensor:
+    if not isinstance(coef, Tensor | float | int):
+        raise TypeError(f"coef must be one number: found {describe(coef)}")
     number = torch.as_tensor(coef)
     if number.numel() != 1:
         raise ValueError(f"coef must be one number: found a {describe(number)}")

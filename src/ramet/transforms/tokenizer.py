@@ -127,8 +127,8 @@ class Tokenizer(Transform):
                 raise TypeError(f"{name} must be a list of keys: found {keys!r}")
         super().__init__(in_keys, out_keys, in_keys_inv or (), out_keys_inv or ())
         _check_keys(self, return_attention_mask)
-        if max_length is not None and (isinstance(max_length, bool) or max_length < 1):
-            raise ValueError(f"max_length must be at least 1, or None: found {max_length}")
+        if max_length is not None and (type(max_length) is not int or max_length < 1):
+            raise ValueError(f"max_length must be at least 1, or None: found {max_length!r}")
         self.tokenizer = loaded(tokenizer)
         if additional_tokens:
             if isinstance(additional_tokens, str):
