@@ -138,8 +138,9 @@ class Iterated(Source):
 
     def _next(self) -> Any:
         while True:
-            iterator = self._open()
-            self._set(self._left)
+            iterator = self._open() if self._iterator is None else self._iterator
+            if self._generators:
+                self._set(self._left)
             try:
                 return next(iterator)
             except StopIteration:
@@ -158,7 +159,8 @@ class Iterated(Source):
                     self._iterator = None
                 raise
             finally:
-                self._left = self._states()
+                if self._generators:
+                    self._left = self._states()
 
     def _states(self) -> tuple[Tensor, ...]:
         return tuple(generator.get_state() for generator in self._generators)
