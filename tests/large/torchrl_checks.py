@@ -11,12 +11,13 @@ from torchrl.collectors import Collector
 
 from ramet.adapters.torchrl import as_torchrl_env, as_torchrl_transform, from_torchrl_spec, to_torchrl_spec
 from ramet.envs.check import check_env_specs
-from ramet.envs.env import EnvBase, row_mask
+from ramet.envs.env import EnvBase
 from ramet.envs.hashing import LLMHashingEnv
 from ramet.envs.llm import LLMEnv
 from ramet.models.tiny import tiny_tokenizer
 from ramet.ragged import Ragged, rows
 from ramet.specs import Bounded, Categorical, Composite, NonTensor, Spec, Unbounded
+from ramet.transforms.entries import row_mask
 from ramet.transforms.kl_reward import KLRewardTransform
 from ramet.transforms.loading import DataLoadingPrimer
 from ramet.transforms.reward_sum import RewardSum

@@ -9,9 +9,10 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase, is_leaf_nontensor, lazy_stack
 from torch import Tensor
 
-from ramet.envs.env import EnvBase, TransformedEnv, entry
+from ramet.envs.env import EnvBase, TransformedEnv
 from ramet.ragged import rows
 from ramet.specs import Composite, KeyPath
+from ramet.transforms.entries import entry
 from ramet.transforms.transform import Compose, Transform
 
 _FOREIGN, _SEED, _FLAGS = "ramet_foreign", 0, ("done", "terminated", "truncated")

@@ -19,20 +19,9 @@ from torch import Tensor
 from ramet import ragged
 from ramet.ragged.text import text_in
 from ramet.ragged.text_entry import text_of
-from ramet.specs import KeyPath, describe
+from ramet.specs import KeyPath
+from ramet.transforms.entries import mask_of, whole
 from ramet.transforms.env_specs import FLAGS
-from ramet.types import Key
-
-
-def row_mask(td: TensorDictBase, key: str) -> Tensor | None:
-    """Return the mask of rows (*B) under `key`; None if there is none or if it names all rows."""
-    mask = td.get(key, None)
-    if mask is None:
-        return None
-    size = td.batch_size
-    if mask.dtype is not torch.bool or mask.shape not in (size, torch.Size((*size, 1))):
-        raise ValueError(f"{key!r} must be bool of shape {tuple(size)} or {(*size, 1)}: found {describe(mask)}")
-    return None if bool(mask.all()) else mask.reshape(size)
 
 
 def complete_flags(td: TensorDictBase) -> None:
@@ -64,32 +53,11 @@ def leaves(td: TensorDictBase) -> list[KeyPath]:
     return list(td.keys(True, True, is_leaf=is_leaf_nontensor))
 
 
-def entry(td: TensorDictBase, key: KeyPath) -> Any:
-    """Return what is under `key`, of the first row where `td` is a lazy stack; None if nothing is."""
-    path = (key,) if isinstance(key, str) else key
-    if isinstance(td, LazyStackedTensorDict):
-        td = td.unbind(td.stack_dim)[0]  # rows may be ragged; whether they have the key, one tells
-    found: Any = td
-    for name in path:
-        found = found.get(name, None) if isinstance(found, TensorDictBase) else None
-    return found
-
-
-def whole(td: TensorDictBase, key: KeyPath) -> Any:
-    """Return what is under `key` for all rows, jagged where the rows of a lazy stack differ; None if nothing is."""
-    first = entry(td, key)
-    if isinstance(td, LazyStackedTensorDict) and isinstance(first, Tensor):
-        rows = [entry(row, key) for row in td.unbind(td.stack_dim)]
-        if len({row.shape for row in rows}) > 1:
-            return ragged.Ragged.from_rows(rows).jagged()
-    return None if first is None else td.get(key)
-
-
 def choose_padded(td: TensorDictBase, new: TensorDictBase, mask: Tensor, keys: list[KeyPath]) -> set[KeyPath]:
     """Give rows their entries of `td` again where those are padded to another width; return the keys, with masks."""
     done: set[KeyPath] = set()
     for key in keys:
-        beside: KeyPath = Key.MASK if isinstance(key, str) else (*key[:-1], Key.MASK)
+        beside = mask_of(key)
         pairs = [(whole(part, key), whole(part, beside)) for part in (new, td)] if beside in keys else []
         dense = all(isinstance(x, Tensor) and not x.is_nested and x.dim() == 2 for pair in pairs for x in pair)
         if not pairs or not dense or any(tokens.shape != real.shape for tokens, real in pairs):

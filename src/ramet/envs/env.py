@@ -21,20 +21,16 @@ from ramet.envs.entries import (
     choose_padded,
     complete_flags,
     copied,
-    entry,
     leaves,
     merge,
-    row_mask,
     same,
-    whole,
     with_next,
     without,
 )
 from ramet.specs import Composite, KeyPath
+from ramet.transforms.entries import entry, row_mask, whole
 from ramet.transforms.env_specs import EnvSpecs
 from ramet.transforms.transform import Compose, Transform, checked
-
-__all__ = ["EnvBase", "TransformedEnv", "complete_flags", "entry", "row_mask", "whole"]
 
 
 class EnvBase(EnvSpecs, ABC):

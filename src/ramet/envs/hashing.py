@@ -14,11 +14,12 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ramet.envs.entries import with_entries
-from ramet.envs.env import EnvBase, entry, row_mask
+from ramet.envs.env import EnvBase
 from ramet.envs.llm import LLMEnv
 from ramet.forest.hashing import PrefixHash, SipHash, absorb, initial, prefix_hashes
 from ramet.ragged import Ragged, Text, read_text
 from ramet.specs import Categorical, Composite, KeyPath, NonTensor, Unbounded, describe
+from ramet.transforms.entries import entry, row_mask
 from ramet.transforms.env_specs import FLAGS
 from ramet.transforms.token_rows import decode_rows
 from ramet.types import Key

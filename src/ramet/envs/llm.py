@@ -14,12 +14,13 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, lazy_s
 from torch import Tensor
 
 from ramet.envs.actions import check_ids, outside, stepped, values_of, with_values
-from ramet.envs.entries import made, plain
-from ramet.envs.env import EnvBase, TransformedEnv, complete_flags, entry, row_mask, whole
+from ramet.envs.entries import complete_flags, made, plain
+from ramet.envs.env import EnvBase, TransformedEnv
 from ramet.envs.loading import Keys, load
 from ramet.ragged import Appender, Ragged, Text, read_text
 from ramet.ragged.storage import is_jagged
 from ramet.specs import Bounded, Categorical, Composite, KeyPath, NonTensor, Spec, Unbounded, describe
+from ramet.transforms.entries import as_batch_size, entry, mask_of, row_mask, whole
 from ramet.transforms.loading import DataLoadingPrimer
 from ramet.transforms.token_rows import check_vocabulary
 from ramet.types import Key
@@ -109,12 +110,12 @@ class LLMEnv(EnvBase):
             raise ValueError(
                 f"eos_token_id={eos_token_id} is outside a vocabulary of {vocab_size}: no action can hold it"
             )
-        size = _batch_size(batch_size)
+        size = as_batch_size(batch_size)
         super().__init__(batch_size=size, device=device, batch_locked=bool(size))
         self.token_key: KeyPath = Key.TOKENS if token_key is None else token_key
         self.str_key: KeyPath = Key.TEXT if str_key is None else str_key
         _check_keys(self.token_key, self.str_key, attention_key, action_key, reward_key)
-        self.attention_key: KeyPath = _sibling(self.token_key, Key.MASK) if attention_key is None else attention_key
+        self.attention_key: KeyPath = mask_of(self.token_key) if attention_key is None else attention_key
         default_action = Key.TEXT_RESPONSE if from_text else Key.RESPONSE
         self.action_key: KeyPath = default_action if action_key is None else action_key
         observed = (self.str_key,) if from_text else (self.token_key, *((self.attention_key,) if has_attention else ()))
@@ -327,7 +328,7 @@ class LLMEnv(EnvBase):
         """Return the mask of a padded action: an entry called "tokens" has it beside it, as everywhere."""
         if isinstance(key, str) or key[-1] != Key.TOKENS or key == self.token_key:
             return None
-        mask = _sibling(key, Key.MASK)
+        mask = mask_of(key)
         return None if mask == self.attention_key else td.get(mask, None)
 
     def _lazy_action(self, td: TensorDictBase, key: KeyPath) -> Ragged:
@@ -424,19 +425,3 @@ def _check_apart(*keys: KeyPath) -> None:
     twice = next((path for number, path in enumerate(paths) if path in paths[:number]), None)
     if twice is not None:
         raise ValueError(f"each entry needs a key of its own: found {twice} twice among {paths}")
-
-
-def _batch_size(batch_size: int | Sequence[int] | None) -> tuple[int, ...]:
-    numbers = (batch_size,) if isinstance(batch_size, int) else batch_size or ()
-    if isinstance(numbers, str) or not isinstance(numbers, Sequence) or any(type(n) is not int for n in numbers):
-        raise TypeError(f"batch_size must be 0 or 1d, a whole number: found {batch_size!r}")
-    size = tuple(numbers)
-    if len(size) > 1:
-        raise TypeError(f"batch_size must be 0 or 1d: found {size}")
-    if any(n < 0 for n in size):
-        raise ValueError(f"batch_size must not be negative: found {size}")
-    return () if size == (0,) else size
-
-
-def _sibling(key: KeyPath, name: str) -> KeyPath:
-    return name if isinstance(key, str) else (*key[:-1], name)

@@ -9,6 +9,7 @@ import torch
 
 from ramet.envs.env import TransformedEnv
 from ramet.specs import KeyPath
+from ramet.transforms.entries import mask_of
 from ramet.transforms.loading import DataLoadingPrimer
 from ramet.transforms.tokenizer import Tokenizer
 from ramet.types import Key
@@ -30,7 +31,7 @@ class Keys:
     def check(self) -> None:
         """Raise a ValueError for a mask that is not where a `Tokenizer` writes it."""
         tokens: KeyPath = Key.TOKENS if self.tokens is None else self.tokens
-        beside = Key.MASK if isinstance(tokens, str) else (*tokens[:-1], Key.MASK)
+        beside = mask_of(tokens)
         if self.attention not in (None, beside):
             raise ValueError(
                 f"a tokenizer writes the mask of token_key={tokens!r} beside it, under {beside!r}: "

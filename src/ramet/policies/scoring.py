@@ -14,6 +14,7 @@ from ramet.errors import ModelError
 from ramet.forest.score import forward_logits, token_log_probs
 from ramet.ragged import Ragged
 from ramet.specs import KeyPath
+from ramet.transforms.entries import mask_of
 from ramet.types import Key
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class TransformersScorer(nn.Module):
             mask_key,
             log_prob_key,
         )
-        beside = Key.MASK if isinstance(token_key, str) else (*token_key[:-1], Key.MASK)
+        beside = mask_of(token_key)
         self.attention_key: KeyPath = beside if attention_key is None else attention_key
         self.in_keys: list[KeyPath] = [token_key, action_key]
         self.out_keys: list[KeyPath] = [log_prob_key]

@@ -17,7 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ramet.ragged import Ragged, Text, read_text, rows
 from ramet.specs import Composite, KeyPath, describe
-from ramet.types import Key
+from ramet.transforms.entries import entry, mask_of, row_mask
 
 
 class Decode:
@@ -103,8 +103,8 @@ def loaded(tokenizer: Any) -> Any:
 
 def named_rows(td: TensorDictBase, key: str) -> Tensor | None:
     """Return the rows that a mask names, flat [B]; None if there is no mask or it names all of them."""
-    mask = td.get(key, None)
-    return None if mask is None or bool(mask.all()) else mask.reshape(-1)
+    mask = row_mask(td, key)
+    return None if mask is None else mask.reshape(-1)
 
 
 def real_rows(td: TensorDictBase, key: KeyPath, mask: KeyPath | None) -> Ragged:
@@ -122,7 +122,7 @@ def _two_dims(tokens: Tensor) -> Tensor:
     return tokens[None] if tokens.dim() == 1 else tokens.flatten(0, -2)
 
 
-def whole(td: TensorDictBase, key: KeyPath) -> Any:
+def all_rows(td: TensorDictBase, key: KeyPath) -> Any:
     """Return what is under `key` for all rows, jagged where rows of a lazy stack differ or have no mask beside them.
 
     None if nothing is there.
@@ -134,13 +134,6 @@ def whole(td: TensorDictBase, key: KeyPath) -> Any:
     of_row = [row.get(key) for row in td.unbind(td.stack_dim)]
     same = len({row.shape for row in of_row}) == 1 and entry(td, mask_of(key)) is not None
     return torch.stack(of_row, td.stack_dim) if same else Ragged.from_rows(of_row).jagged()
-
-
-def entry(td: TensorDictBase, key: KeyPath) -> Any:
-    """Return what is under `key`, of the first row where `td` is a lazy stack; None if nothing is."""
-    while isinstance(td, LazyStackedTensorDict):
-        td = td.unbind(td.stack_dim)[0]
-    return td.get(key, None)
 
 
 def device_of(td: TensorDictBase, key: KeyPath) -> torch.device | None:
@@ -195,10 +188,6 @@ def remove(spec: Composite, key: KeyPath) -> None:
 
 def last_name(key: KeyPath) -> str:
     return key if isinstance(key, str) else key[-1]
-
-
-def mask_of(key: KeyPath) -> KeyPath:
-    return Key.MASK if isinstance(key, str) else (*key[:-1], Key.MASK)
 
 
 def keys_of(td: TensorDictBase) -> list[str]:

@@ -14,17 +14,17 @@ from torch import Tensor
 
 from ramet.ragged import Appender, Ragged, Text, read_text, rows
 from ramet.specs import Bounded, Categorical, Composite, KeyPath, Spec, Unbounded, describe
+from ramet.transforms.entries import entry, mask_of
 from ramet.transforms.token_rows import (
     Decode,
     Marked,
+    all_rows,
     check_strings,
     check_vocabulary,
     device_of,
-    entry,
     keys_of,
     last_name,
     loaded,
-    mask_of,
     named_rows,
     pad_id,
     put,
@@ -34,7 +34,6 @@ from ramet.transforms.token_rows import (
     set_text,
     spread,
     texts_of_step,
-    whole,
 )
 from ramet.transforms.transform import Transform
 from ramet.types import Key
@@ -174,9 +173,9 @@ class Tokenizer(Transform):
         self, td: TensorDictBase, next_td: TensorDictBase, out: KeyPath, action: KeyPath, named: Tensor | None
     ) -> None:
         """Write the tokens before, followed by the action's."""
-        mask = whole(td, mask_of(out)) if self.return_attention_mask else None
+        mask = all_rows(td, mask_of(out)) if self.return_attention_mask else None
         new = self._only(td, action, named)
-        tokens, mask = self._appender.append(whole(td, out), mask, new if td.batch_dims else new.compact().values)
+        tokens, mask = self._appender.append(all_rows(td, out), mask, new if td.batch_dims else new.compact().values)
         next_td.set(out, tokens)
         if mask is not None:
             next_td.set(mask_of(out), mask)

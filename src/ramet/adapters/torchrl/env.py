@@ -11,8 +11,9 @@ from torchrl import envs as peer
 
 from ramet import ragged
 from ramet.adapters.torchrl.specs import to_torchrl_spec
-from ramet.envs.env import EnvBase, entry, row_mask
+from ramet.envs.env import EnvBase
 from ramet.specs import Composite, KeyPath, describe
+from ramet.transforms.entries import entry, row_mask
 from ramet.transforms.env_specs import FLAGS
 
 

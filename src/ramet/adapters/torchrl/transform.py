@@ -15,8 +15,8 @@ from torchrl import envs as peer
 from ramet import ragged
 from ramet.adapters.torchrl.env import leaves, with_state
 from ramet.adapters.torchrl.specs import changed, composite_of
-from ramet.envs.env import entry, row_mask, whole
 from ramet.specs import Composite, KeyPath
+from ramet.transforms.entries import entry, row_mask, whole
 from ramet.transforms.env_specs import EnvSpecs
 from ramet.transforms.transform import Compose, Transform
 

@@ -17,6 +17,7 @@ from ramet.errors import DataError
 from ramet.ragged import Ragged, Text, choose, choose_padded
 from ramet.ragged.storage import offsets_of
 from ramet.specs import KeyPath, describe
+from ramet.transforms.entries import row_mask, whole
 from ramet.transforms.loading.columns import Column, Columns, Part, Parts
 from ramet.transforms.loading.items import Values
 
@@ -25,16 +26,6 @@ StackMethod: TypeAlias = (
 )
 
 Layout: TypeAlias = Literal["jagged", "padded", "as_given"]
-
-
-def as_batch_size(batch_size: int | Sequence[int] | None) -> tuple[int, ...]:
-    """Return (n,), or () for None and 0; TypeError for more dimensions."""
-    size = (batch_size,) if isinstance(batch_size, int) else tuple(batch_size or ())
-    if len(size) > 1:
-        raise TypeError(f"batch_size must be 0 or 1d: found {size}")
-    if any(n < 0 for n in size):
-        raise ValueError(f"batch_size must not be negative: found {size}")
-    return () if size == (0,) else size
 
 
 def row_tds(
@@ -204,15 +195,10 @@ def put_entries(
 
 def named_rows(td: TensorDictBase, key: KeyPath) -> Tensor | None:
     """Return the mask of the rows to fill, (*B), that is under `key`; None for all. RuntimeError if it names none."""
-    mask = td.get(key, None)
-    if mask is None:
-        return None
-    size = td.batch_size
-    if not isinstance(mask, Tensor) or mask.dtype is not torch.bool or mask.shape not in (size, (*size, 1)):
-        raise ValueError(f"{key!r} must be bool of shape {tuple(size)} or {(*size, 1)}: found {describe(mask)}")
-    if not bool(mask.any()):
+    mask = row_mask(td, key)
+    if mask is not None and not bool(mask.any()):
         raise RuntimeError("reset must have at least one True value.")
-    return None if bool(mask.all()) else mask.reshape(size)
+    return mask
 
 
 def missing(td: TensorDictBase, keys: Sequence[KeyPath]) -> KeyPath | None:
@@ -277,18 +263,7 @@ def carry(td: TensorDictBase, next_td: TensorDictBase, keys: Sequence[KeyPath]) 
         return next_td
     for key in keys:
         if next_td.get(key, None) is None:
-            value = _whole(td, key)
+            value = whole(td, key)
             if value is not None:
                 next_td.set(key, value)
     return next_td
-
-
-def _whole(td: TensorDictBase, key: KeyPath) -> Any:
-    """Return an entry for all rows, jagged where the rows of a lazy stack differ; None if there is none."""
-    if isinstance(td, LazyStackedTensorDict):
-        rows = [row.get(key, None) for row in td.unbind(td.stack_dim)]
-        if all(isinstance(row, Tensor) for row in rows) and len({row.shape for row in rows}) > 1:
-            return Ragged.from_rows(rows).jagged()
-        if any(row is None for row in rows):
-            return None
-    return td.get(key, None)

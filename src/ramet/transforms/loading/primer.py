@@ -14,11 +14,11 @@ from torch import Tensor
 
 from ramet.errors import DataError
 from ramet.specs import Composite, KeyPath, NonTensor, Spec, Unbounded
+from ramet.transforms.entries import as_batch_size
 from ramet.transforms.env_specs import EnvSpecs
 from ramet.transforms.loading.batches import (
     Layout,
     StackMethod,
-    as_batch_size,
     batch,
     by_method,
     carry,
