@@ -6,6 +6,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from ramet.envs.llm import LLMEnv
+from ramet.transforms import RewardSum, StepCounter
 from ramet.transforms.transform import Compose, Transform
 
 
@@ -70,3 +72,28 @@ def test_composed_transforms_go_out_in_order_and_in_in_reverse():
     both.append(Log("c", log))
     assert both[2].name == "c"
     assert both[2].parent is None
+
+
+@pytest.mark.parametrize("around", [[], [StepCounter(3)], [StepCounter(3), StepCounter(3, step_count_key="n")]])
+def test_a_transform_that_was_refused_may_join_another_environment(around):
+    """In an environment without rewards there is nothing to add up; in another one there is."""
+    env, refused = LLMEnv(from_text=False, eos_token_id=9), RewardSum()
+    for transform in around:
+        env = env.append_transform(transform)
+    with pytest.raises(KeyError, match="no 'reward' to add up"):
+        env.append_transform(refused)
+    other = LLMEnv(from_text=False, eos_token_id=9, assign_reward=True).append_transform(refused)
+    assert "episode_reward" in other.observation_spec
+    with pytest.raises(RuntimeError, match="already part of an environment"):
+        env.append_transform(refused)
+    assert refused.parent is other.base_env
+
+
+def test_the_parts_of_a_refused_compose_are_free_again():
+    counter, adder = StepCounter(3), RewardSum()
+    both = Compose(Compose(counter), adder)
+    with pytest.raises(KeyError, match="no 'reward' to add up"):
+        LLMEnv(from_text=False, eos_token_id=9).append_transform(both)
+    assert (both.parent, counter.parent, adder.parent) == (None, None, None)
+    env = LLMEnv(from_text=False, eos_token_id=9, assign_reward=True).append_transform(both)
+    assert {"step_count", "episode_reward"} <= set(env.observation_spec.leaves())

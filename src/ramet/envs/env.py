@@ -314,7 +314,7 @@ class TransformedEnv(EnvBase):
         if not isinstance(base_env, EnvBase):
             raise TypeError(f"expected an environment, found a {type(base_env).__name__}")
         self.transform = Compose() if transform is None else checked(transform)
-        self.transform.attach(base_env)
+        self.transform.join(base_env)
 
     def _keys(self, name: str, base_keys: list[KeyPath], spec: Callable[[], Composite]) -> list[KeyPath]:
         """Return the keys of a spec, which is only made anew where the keys inside or the transforms are others."""

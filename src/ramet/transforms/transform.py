@@ -72,6 +72,18 @@ class Transform(nn.Module):
             raise RuntimeError(f"this {type(self).__name__} is already part of an environment: make another one")
         self._parent = env
 
+    def join(self, env: EnvSpecs) -> None:
+        """Become part of `env`; where `attach` refuses it, stay as before, so that it may join another."""
+        before = self._parent
+        try:
+            self.attach(env)
+        except BaseException:
+            self._parent = before
+            raise
+
+    def _leave(self) -> None:
+        self._parent = None
+
     def set_seed(self, seed: int) -> None:
         """Fix what is random in this transform."""
 
@@ -191,14 +203,26 @@ class Compose(Transform):
         """Add a transform at the outer end."""
         checked(transform)
         if self.parent is not None:
-            transform.attach(self.parent._with(tuple(self)))
+            transform.join(self.parent._with(tuple(self)))
         self.transforms.append(transform)
 
     def attach(self, env: EnvSpecs) -> None:
         """Take `env` as the parent, and give each transform the environment as it stands before it."""
         super().attach(env)
-        for i, transform in enumerate(self):
-            transform.attach(env._with(tuple(self)[:i]))
+        joined: list[Transform] = []
+        try:
+            for i, transform in enumerate(self):
+                transform.join(env._with(tuple(self)[:i]))
+                joined.append(transform)
+        except BaseException:
+            for transform in joined:
+                transform._leave()
+            raise
+
+    def _leave(self) -> None:
+        super()._leave()
+        for transform in self:
+            transform._leave()
 
     def set_seed(self, seed: int) -> None:
         """Fix what is random in each transform."""
