@@ -18,6 +18,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     # A loss may hold a divergence.
     ("losses",),
     ("forest",),
+    ("attention",),
+    ("scoring",),
     ("prompts",),
     ("transforms",),
     ("tasks", "tools", "models"),
@@ -183,7 +185,7 @@ def test_nobody_seeds_a_global_random_state() -> None:
     ("name", "text"),
     [
         ("ramet.kl", "import ramet.types, ramet.errors"),
-        ("ramet.forest.forest", "from ramet.forest.hashing import SipHash\nfrom .score import score"),
+        ("ramet.forest.forest", "from ramet.forest.hashing import SipHash\nfrom .nodes import Nodes"),
         ("ramet.forest.__init__", "from .forest import Forest"),
         ("ramet.trainer", "from ramet import config, losses\nfrom ramet.rollouts import collect"),
         ("ramet.cli.run", "from ramet.viewer.page import page\nfrom ramet import __version__\nimport ramet.cli.main"),

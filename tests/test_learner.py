@@ -25,8 +25,9 @@ from ramet.config import (
     TrainConfig,
 )
 from ramet.errors import ForestError, ModelError
-from ramet.forest import Forest, score
+from ramet.forest import Forest
 from ramet.learner import Batch, _minibatches, checked_step, outcomes_of, prepare, reward_metrics, shuffled, update
+from ramet.scoring import score
 from ramet.types import Kind, Outcome, StopReason
 
 Tiny = Callable[..., PreTrainedModel]

@@ -16,12 +16,13 @@ from ramet import ragged
 from ramet.envs.env import EnvBase
 from ramet.envs.llm import LLMEnv
 from ramet.errors import ForestError
-from ramet.forest import Forest, score
+from ramet.forest import Forest
 from ramet.policies.policy import Actor, Policy
 from ramet.policies.scripted import ScriptedPolicy
 from ramet.policies.transformers import TransformersPolicy
 from ramet.prompts import Prompts
 from ramet.rollouts import collect, judge_rollouts, samples_of
+from ramet.scoring import score
 from ramet.specs import Composite, Unbounded
 from ramet.tasks.judge import Judge
 from ramet.types import Completion, Key, Kind, Outcome, Request, Sampling, StopReason

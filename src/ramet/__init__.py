@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ramet.envs.hashing import LLMHashingEnv
     from ramet.envs.llm import LLMEnv
     from ramet.errors import RametError
-    from ramet.forest import Forest, MCTSForest, Scores, SipHash, score
+    from ramet.forest import Forest, MCTSForest, SipHash
     from ramet.policies.policy import Actor, Policy
     from ramet.policies.scoring import TransformersScorer
     from ramet.policies.scripted import ScriptedPolicy
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from ramet.prompts import Prompts
     from ramet.ragged import as_nested_tensor, as_padded_tensor, compact, pad, rows
     from ramet.rollouts import collect
+    from ramet.scoring import Scores, score
     from ramet.specs import Bounded, Categorical, Composite, NonTensor, Unbounded
     from ramet.tasks import Judge, Task
     from ramet.trainer import Result, Trainer
@@ -76,7 +77,8 @@ _PLACES = {
     "ramet.policies.scripted": ("ScriptedPolicy",),
     "ramet.policies.scoring": ("TransformersScorer",),
     "ramet.rollouts": ("collect",),
-    "ramet.forest": ("Forest", "MCTSForest", "SipHash", "score", "Scores"),
+    "ramet.forest": ("Forest", "MCTSForest", "SipHash"),
+    "ramet.scoring": ("score", "Scores"),
     "ramet.config": (
         "TrainConfig",
         "ModelConfig",

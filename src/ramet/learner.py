@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from ramet import advantages, losses
 from ramet.config import TrainConfig
 from ramet.errors import ForestError, ModelError
-from ramet.forest import Forest, Sampled, Scores, score
+from ramet.forest import Forest, Sampled
 from ramet.kl import kl, kl_in_loss, kl_penalty
+from ramet.scoring import Scores, score
 
 
 @dataclass(slots=True)

@@ -12,11 +12,12 @@ from ramet.envs.env import EnvBase
 from ramet.errors import ConfigError
 from ramet.evaluation import evaluate
 from ramet.events import Event, WarmStarted, WarmStartStep
-from ramet.forest import Forest, score
+from ramet.forest import Forest
 from ramet.learner import checked_step
 from ramet.policies.transformers import TransformersPolicy
 from ramet.prompts import Prompts
 from ramet.prompts.prompts import Row
+from ramet.scoring import score
 from ramet.tasks import Judge, Task
 from ramet.types import Kind, Sampling
 

@@ -13,10 +13,11 @@ import torch
 from transformers import PreTrainedModel
 
 from ramet.errors import ModelError
-from ramet.forest import Forest, score
+from ramet.forest import Forest
 from ramet.policies.draws import uniforms
 from ramet.policies.policy import by_row
 from ramet.policies.transformers import TransformersPolicy, context_length, eos_ids_of
+from ramet.scoring import score
 from ramet.types import Completion, Draw, Kind, Request, Sampling, StopReason
 
 EOS = 2

@@ -2,7 +2,6 @@
 
 from ramet.forest.forest import ROOT, Forest, MCTSForest, Rollout, Sampled
 from ramet.forest.hashing import SipHash
-from ramet.forest.score import Scores, score
 from ramet.forest.tree import Tree
 
-__all__ = ["ROOT", "Forest", "MCTSForest", "Rollout", "Sampled", "Scores", "SipHash", "Tree", "score"]
+__all__ = ["ROOT", "Forest", "MCTSForest", "Rollout", "Sampled", "SipHash", "Tree"]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ramet.errors import ModelError
-from ramet.forest.score import token_log_probs
+from ramet.scoring.head import token_log_probs
 from ramet.types import Draw
 
 

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from ramet import ragged
 from ramet.errors import ModelError
-from ramet.forest.score import forward_logits, token_log_probs
 from ramet.ragged import Ragged
+from ramet.scoring.head import token_log_probs
+from ramet.scoring.running import forward_logits
 from ramet.specs import KeyPath
 from ramet.transforms.entries import mask_of
 from ramet.types import Key

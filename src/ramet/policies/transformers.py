@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from ramet.errors import ModelError
-from ramet.forest.score import autocast_context, forward_parameters
 from ramet.policies.draws import draw_tokens, uniforms
 from ramet.policies.policy import Policy
+from ramet.scoring.running import autocast_context, forward_parameters
 from ramet.types import Completion, Request, StopReason
 
 if TYPE_CHECKING:

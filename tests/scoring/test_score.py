@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ramet.errors import ForestError, ModelError
-from ramet.forest import Forest, Scores, score
-from ramet.forest.score import forward_logits, token_log_probs
+from ramet.forest import Forest
+from ramet.scoring import Scores, score
+from ramet.scoring.head import token_log_probs
+from ramet.scoring.running import forward_logits
 from ramet.types import Kind
 
 EOS = 2

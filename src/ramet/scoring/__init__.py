@@ -1,0 +1,5 @@
+"""Running a model over a forest: log-probs, entropies and references, each distinct token once."""
+
+from ramet.scoring.score import Scores, score
+
+__all__ = ["Scores", "score"]

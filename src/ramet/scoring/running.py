@@ -1,0 +1,40 @@
+"""How a causal model of `transformers` is called."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Collection
+
+import torch
+from torch import Tensor, nn
+
+
+def forward_logits(
+    model: nn.Module, ids: Tensor, mask: Tensor, *, keep: int, autocast: torch.dtype | None = None
+) -> Tensor:
+    """Run right-padded rows `ids` [B, L] with `mask` [B, L]; return the logits of the last `keep` columns [B, keep, V].
+
+    Positions are given explicitly where the model takes them. A model that knows `logits_to_keep` computes no more
+    logits than that; another's are cut.
+    """
+    known = forward_parameters(model)
+    options: dict[str, Tensor | int | bool] = {"use_cache": False}
+    if "position_ids" in known:
+        options["position_ids"] = (mask.long().cumsum(-1) - 1).clamp_min(0)
+    if "logits_to_keep" in known:
+        options["logits_to_keep"] = keep
+    with autocast_context(ids.device, autocast):
+        logits: Tensor = model(input_ids=ids, attention_mask=mask.long(), **options).logits
+    return logits[:, logits.shape[1] - keep :]
+
+
+def forward_parameters(model: nn.Module) -> Collection[str]:
+    """Return the names that `model` takes in its forward pass, seen through wrappers that pass all on (peft's)."""
+    inner = getattr(model, "get_base_model", None)
+    return inspect.signature((model if inner is None else inner()).forward).parameters
+
+
+def autocast_context(device: torch.device, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[object]:
+    """Return torch's autocast to `dtype` on `device`, or a context that does nothing for None."""
+    return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype)
