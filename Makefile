@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-all check fix bench bench-smollm2 clean
+.PHONY: demo test test-all check fix bench bench-curves bench-smollm2 clean
 
 demo: $(STAMP)
 	$(BIN)/ramet train --name sorting-$$(date +%Y%m%d-%H%M%S)
@@ -27,6 +27,14 @@ fix: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python benchmarks/learning.py
 	$(BIN)/python benchmarks/environments.py
+	$(BIN)/python benchmarks/limits.py
+	$(BIN)/python benchmarks/training_step.py
+	$(BIN)/python benchmarks/generation.py
+	$(BIN)/python -m benchmarks.architectures
+
+bench-curves: $(STAMP)
+	$(BIN)/python benchmarks/training_step.py --curves docs/performance/curves.json
+	$(BIN)/python benchmarks/training_step.py --plot docs/performance/curves.json
 
 bench-smollm2: $(STAMP)
 	$(BIN)/python benchmarks/learning.py recipes/smollm2.toml --seeds 0

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from ramet.assembly import model_of
+from ramet.assembly import model_of, sampling_of
 from ramet.config import ModelConfig, TrainConfig, dump, parse
 from ramet.errors import ConfigError, ModelError
 from ramet.models.tiny import tiny_llama, tiny_tokenizer
+from ramet.types import Sampling
 
 TOKENIZER = tiny_tokenizer()
 
@@ -70,3 +72,46 @@ def test_a_section_that_speaks_of_another_model_is_refused(setting: str, message
     with pytest.raises(ConfigError) as caught:
         model_of(model(), TOKENIZER, config(f"model={{name='mine', {setting}}}"))
     assert message in caught.value.message
+
+
+# ---------------------------------------------------------------- how samples are drawn
+
+
+def words() -> PreTrainedTokenizerFast:
+    """Lower-case words that carry the space before them, and a special token; `stop` always takes several tokens."""
+    vocabulary = ["<unk>", "▁st", "op", "▁end", "end", "▁", "=", "s", "t", "o", "p", "e", "n", "d"]
+    merges = [("▁", "s"), ("▁s", "t"), ("o", "p"), ("e", "n"), ("en", "d"), ("▁", "end")]
+    ids = {piece: n for n, piece in enumerate([*vocabulary, "▁s", "en"])}
+    tokenizer = Tokenizer(models.BPE(ids, merges, unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
+    tokenizer.add_special_tokens([AddedToken("<|done|>", special=True)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")  # type: ignore[no-untyped-call]
+
+
+def test_the_settings_of_a_rollout_are_those_of_its_sampling() -> None:
+    settings = config("rollout.temperature=0.7", "rollout.top_k=5", "rollout.top_p=0.9", "rollout.min_p=0.1").rollout
+    assert sampling_of(TOKENIZER, settings) == Sampling(2, 0.7, (), 5, 0.9, 0.1, ())
+
+
+def test_a_stop_of_one_token_is_a_token_and_any_other_a_text() -> None:
+    found = sampling_of(TOKENIZER, config("rollout.stop=['=', 'ab', '0', '\\n\\n']".replace("'", '"')).rollout)
+    assert found.stop_ids == tuple(TOKENIZER.convert_tokens_to_ids(["=", "0"]))
+    assert found.stop == ("ab", "\n\n")
+    other = words()
+    found = sampling_of(other, config("rollout.stop=['end', 'stop', '<|done|>']").rollout)
+    assert found.stop_ids == (other.convert_tokens_to_ids("▁end"), other.convert_tokens_to_ids("<|done|>"))
+    assert found.stop == ("stop",)
+
+
+@pytest.mark.parametrize("stop", ["", "é", "aé"])
+def test_a_stop_that_no_text_can_hold_is_refused(stop: str) -> None:
+    """A character without a token would be found as `<unk>`, or never."""
+    with pytest.raises(ConfigError, match=rf"rollout\.stop: '{stop}' is {len(stop)} tokens .* no text holds it"):
+        sampling_of(TOKENIZER, config(f"rollout.stop=['{stop}']").rollout)
+
+
+def test_a_stop_that_the_tokenizer_would_write_otherwise_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"'STOP' is 3 tokens .* no text holds it"):
+        sampling_of(words(), config("rollout.stop=['STOP']").rollout)

@@ -100,8 +100,19 @@ BEFORE_ANYTHING: dict[str, tuple[Callable[[Path], object], type[RametError], str
         "max_new_tokens = 16 leaves no prompt room in the model's 16 tokens",
     ),
     "messages without template": (lambda f: trainer(f, prompts=CHAT), DataError, "row 0: .*no chat template"),
-    "a stop of several tokens": (lambda f: trainer(f, "rollout.stop=['ab']"), ConfigError, "'ab' is 2 tokens"),
     "an empty stop": (lambda f: trainer(f, "rollout.stop=['']"), ConfigError, "'' is 0 tokens"),
+    "a stop that no text holds": (
+        lambda f: trainer(f, "rollout.stop=['aé']"),
+        ConfigError,
+        "'aé' is 2 tokens .*no text",
+    ),
+    "an unbiased KL of a cut distribution": (
+        lambda f: config(f, "kl.coefficient=0.1", "kl.unbiased=true", "rollout.top_p=0.9"),
+        ConfigError,
+        "whole distributions only: found rollout.top_p",
+    ),
+    "samples of one token": (lambda f: config(f, "rollout.top_k=1"), ConfigError, "top_k = 1 teaches nothing"),
+    "no tokens in a pass": (lambda f: config(f, "optimizer.micro_batch_tokens=0"), ConfigError, "micro_batch_tokens"),
     "an unknown key": (lambda f: config(f, "rollout.group_sise=3"), ConfigError, "unknown key rollout.group_sise"),
     "a small vocabulary": (lambda f: trainer(f, model=shrunk()), ModelError, "ids up to .*the model has 50 embeddings"),
     "another's tokenizer by name": (

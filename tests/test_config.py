@@ -147,6 +147,11 @@ def test_an_unknown_key_in_the_file_names_the_file_and_comes_before_what_it_leav
         ("kl.coefficient=none", "kl.coefficient: expected a number, found none"),
         ("rollout.temperature=0", "rollout.temperature: expected a number greater than 0"),
         ("rollout.max_failed_fraction=1.5", "rollout.max_failed_fraction: expected a number less than or equal to 1"),
+        ("rollout.top_k=0", "rollout.top_k: expected a number greater than or equal to 1, found 0"),
+        ("rollout.top_p=0", "rollout.top_p: expected a number greater than 0"),
+        ("rollout.top_p=1.1", "rollout.top_p: expected a number less than or equal to 1"),
+        ("rollout.min_p=1.0", "rollout.min_p: expected a number less than 1"),
+        ("rollout.min_p=-0.1", "rollout.min_p: expected a number greater than or equal to 0"),
         ("rollout.stop=x", 'rollout.stop: expected a list, found "x"'),
         ("rollout.stop=[1]", "rollout.stop.0: expected a string, found 1"),
         ("advantage.kind=leave_one_out_std", "expected 'group_mean', 'group_mean_std' or 'leave_one_out'"),
@@ -196,6 +201,11 @@ def test_a_wrong_value_is_refused_with_its_key_what_was_expected_and_what_was_fo
         (["loss.kind=policy_gradient", "optimizer.updates_per_step=2"], "found 2 (optimizer.updates_per_step x"),
         (["loss.kind=policy_gradient", "optimizer.epochs_per_step=3", "loss.importance_cap=2"], "found 3 ("),
         (["optimizer.warmup_steps=4"], "optimizer.warmup_steps = 4 is more than steps = 3"),
+        (["rollout.top_k=1"], "rollout.top_k = 1 teaches nothing"),
+        ([PULL, "kl.unbiased=true", "rollout.top_p=0.9"], "kl.unbiased is exact over whole distributions only"),
+        (["rollout.top_k=1", "rollout.top_p=0.9"], "rollout.top_p is void beside rollout.top_k = 1"),
+        (["rollout.top_k=1", "rollout.min_p=0.1"], "rollout.min_p is void beside rollout.top_k = 1"),
+        (["rollout.top_k=1", "rollout.temperature=2", "steps=0"], "rollout.temperature is void beside"),
         (["rollout.group_size=1"], "rollout.group_size = 1 teaches nothing"),
         (["rollout.group_size=1", PULL, "kl.place=reward"], "rollout.group_size = 1 teaches nothing"),
     ],
@@ -209,6 +219,8 @@ def test_settings_that_contradict_each_other_are_refused(overrides: list[str], m
 
 def test_settings_that_only_look_odd_are_accepted() -> None:
     assert parse(SMALL, ["steps=0", "rollout.group_size=1", "optimizer.warmup_steps=5"]).steps == 0
+    assert parse(SMALL, ["steps=0", "rollout.top_k=1"]).rollout.top_k == 1
+    assert parse(SMALL, ["rollout.top_k=2", "rollout.top_p=0.5", "rollout.min_p=0.1"]).rollout.top_p == 0.5
     assert parse(SMALL, ["optimizer.warmup_steps=3"]).optimizer.warmup_steps == 3
     assert parse(SMALL, ["rollout.group_size=1", PULL]).rollout.group_size == 1
     assert parse(SMALL, [PULL, "kl.estimator=k1", "kl.unbiased=true"]).kl.estimator == "k1"

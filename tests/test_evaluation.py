@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,24 @@ def test_before_and_after_ask_the_same_problems_with_the_same_settings_and_draws
     assert said[0] != said[1]
     again = run(Recorder(0), lambda sample: len(sample.completion_tokens))
     assert again.records == first.records
+
+
+def test_an_evaluation_draws_from_all_tokens_and_stops_where_training_does() -> None:
+    policy, asked = ScriptedPolicy(lambda request: [EOS]), list[Sampling]()
+
+    class Listening(Policy):
+        def complete(self, requests: Sequence[Request]) -> Iterator[Completion]:
+            for request in requests:
+                asked.append(request.sampling)
+                plain = replace(request, sampling=Sampling(4))
+                yield from policy.complete([plain])
+
+    training = Sampling(4, 0.5, stop_ids=(7,), top_k=3, top_p=0.5, min_p=0.2, stop=("ab",))
+    evaluate(
+        LLMEnv(from_text=False, eos_token_id=EOS), Listening(), Prompts(ROWS, TOKENIZER), TOKENIZER, Judge(right),
+        problems=2, sampling=training, seed=3, when="before", step=0,
+    )  # fmt: skip
+    assert asked == [Sampling(4, t, stop_ids=(7,), stop=("ab",)) for t in (0.0, 0.0, 1.0, 1.0)]
 
 
 def test_the_draws_are_the_seeds() -> None:

@@ -49,6 +49,7 @@ NAMES = [
     "SipHash",
     "StepCounter",
     "StopReason",
+    "Support",
     "Task",
     "TensorDictPrimer",
     "Tokenizer",
@@ -67,6 +68,7 @@ NAMES = [
     "pad",
     "rows",
     "score",
+    "without_adapter",
 ]
 
 

@@ -235,6 +235,7 @@ def test_neither_micro_batches_nor_order_change_the_update(pair: Pair, kind: str
         *pair, [ROWS[i] for i in order], config_of(kind=kind, reduction=reduction, kl=kl, micro=micro)
     )
     assert largest_difference(cut, whole) <= 1e-9
+    assert again.pop("tokens_computed") >= logged.pop("tokens_computed")  # a prefix is shared within a micro-batch
     assert again == pytest.approx(logged, rel=1e-9, abs=1e-12)
     assert sorted(pieces.advantages.tolist()) == pytest.approx(sorted(batch.advantages.tolist()), abs=1e-12)
 
@@ -248,6 +249,8 @@ def test_several_updates_are_the_same_for_any_micro_batch(pair: Pair, updates: i
     ]
     assert largest_difference(found[0][0], found[1][0]) <= 1e-9
     fractions = [logged.pop("clip_fraction") for _, logged, _, _ in found]  # counted in float32
+    counted = [logged.pop("tokens_computed") for _, logged, _, _ in found]
+    assert counted[0] > counted[1]  # of micro-batches of one row nothing is shared
     assert found[0][1] == pytest.approx(found[1][1], rel=1e-9, abs=1e-12)
     assert fractions[0] == pytest.approx(fractions[1], rel=1e-6)
     assert fractions[0] > 0  # later updates are really off the start

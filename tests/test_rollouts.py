@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -265,22 +266,24 @@ def test_there_is_at_least_one_turn() -> None:
         collect(Asker(), Recorder(lambda r: [7]), start([1]), sampling=Sampling(2), seed=0, max_turns=0)
 
 
-def test_a_models_turns_score_as_they_were_sampled(tiny: Callable[..., PreTrainedModel]) -> None:
+@pytest.mark.parametrize("cut", [{}, {"top_k": 20, "top_p": 0.9}, {"min_p": 0.1}])
+def test_a_models_turns_score_as_they_were_sampled(cut: dict[str, Any], tiny: Callable[..., PreTrainedModel]) -> None:
     """Two turns with environment tokens between them, temperature 0.7; within 1e-5, float32."""
+    sampling = Sampling(5, 0.7, stop_ids=tuple(range(15)), **cut)
     model = tiny("absolute", torch.float32)
     policy = TransformersPolicy(model, eos_ids=[])
     forest = collect(
         Asker(over=99),
         policy,
         start([1, 5], [1, 5], [7], groups=[0, 0, 1], members=[0, 1, 0]),
-        sampling=Sampling(5, 0.7, stop_ids=tuple(range(15))),
+        sampling=sampling,
         seed=0,
         max_turns=3,
     )
     flat = forest.sampled([0, 1, 2])
     assert max(int((r.kinds == E).sum()) for r in forest.rollouts) > 2  # some row had several turns
     with torch.no_grad():
-        found = score(model, forest, temperature=0.7).log_probs[flat.index]
+        found = score(model, forest, temperature=0.7, support=sampling.support).log_probs[flat.index]
     torch.testing.assert_close(found, flat.log_probs, rtol=1e-5, atol=1e-5)
 
 

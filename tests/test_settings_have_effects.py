@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, LlamaModel
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from ramet.checkpoint import checkpoints
 from ramet.config import TrainConfig, parse, settings
@@ -18,7 +21,9 @@ from ramet.errors import ConfigError, PromptTooLong, TooManyFailures
 from ramet.events import Event, WarmStartStep
 from ramet.metrics import read
 from ramet.models.tiny import tiny_llama, tiny_tokenizer
+from ramet.policies.decoding import CachedSteps, SharedSteps
 from ramet.policies.transformers import TransformersPolicy
+from ramet.scoring.check import at_rest
 from ramet.trainer import Trainer
 from ramet.types import Completion, Request, Sample
 
@@ -70,20 +75,95 @@ def _no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.fsync", lambda handle: None)
 
 
+@dataclass
+class Passes:
+    """What was run, and by whom.
+
+    The policy is at its "prefill" or its "decode", the "learner" has a gradient, the "scorer" has none. `bodies` holds
+    who, how many paths ran at once, and their distinct tokens; `layers` who ran a layer, in the backward pass too, and
+    `logits` whose logits had which dtype. What finds out how a model is run is left out.
+    """
+
+    bodies: list[tuple[str, int, int]] = field(default_factory=list)
+    layers: list[str] = field(default_factory=list)
+    logits: list[tuple[str, torch.dtype]] = field(default_factory=list)
+
+    def clear(self) -> None:
+        for found in (self.bodies, self.layers, self.logits):
+            found.clear()
+
+    def shapes(self, *names: str) -> list[tuple[int, int]]:
+        """Paths and tokens of the passes of these."""
+        return [(paths, tokens) for who, paths, tokens in self.bodies if who in names]
+
+
+def paths_of(positions: torch.Tensor) -> int:
+    """How many paths a row of tokens holds, depth first: each ends where the next position is not one further."""
+    return 1 + int((positions[1:] != positions[:-1] + 1).sum())
+
+
 @pytest.fixture
-def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int, torch.dtype]]:
-    """Who ran the model (policy, learner with gradient, scorer without), rows, columns, dtype of the logits."""
-    found: list[tuple[str, int, int, torch.dtype]] = []
-    plain = LlamaForCausalLM.forward
+def passes(monkeypatch: pytest.MonkeyPatch) -> Passes:
+    """Who ran the model: told by what is running, the policy's steps, a check of the model, or anything else."""
+    found, running = Passes(), [""]
 
-    @functools.wraps(plain)
-    def forward(self: LlamaForCausalLM, *given: Any, **named: Any) -> Any:
-        output = plain(self, *given, **named)
-        who = "policy" if named["use_cache"] else "learner" if torch.is_grad_enabled() else "scorer"
-        found.append((who, *named["input_ids"].shape, output.logits.dtype))
-        return output
+    def who() -> str:
+        return running[-1] or ("learner" if torch.is_grad_enabled() else "scorer")
 
-    monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
+    def named(owner: type, method: str, name: str) -> None:
+        plain = getattr(owner, method)
+
+        def call(self: Any, *given: Any) -> Any:
+            running.append(name)
+            try:
+                return plain(self, *given)
+            finally:
+                running.pop()
+
+        monkeypatch.setattr(owner, method, call)
+
+    def watched(
+        owner: type[torch.nn.Module], begins: Callable[[str, dict[str, Any]], None], ends: Callable[[str, Any], None]
+    ) -> None:
+        plain = owner.forward
+
+        @functools.wraps(plain)
+        def forward(self: torch.nn.Module, *given: Any, **options: Any) -> Any:
+            if who() == "check":
+                return plain(self, *given, **options)
+            begins(who(), options)
+            output = plain(self, *given, **options)  # which a layer that is run again does not come back from
+            ends(who(), output)
+            return output
+
+        monkeypatch.setattr(owner, "forward", forward)
+
+    @contextlib.contextmanager
+    def resting(model: torch.nn.Module) -> Iterator[None]:
+        running.append("check")
+        try:
+            with at_rest(model):
+                yield
+        finally:
+            running.pop()
+
+    def nothing(*_: Any) -> None:
+        pass
+
+    def body(name: str, options: dict[str, Any]) -> None:
+        ids = options["input_ids"]
+        assert len(ids) == 1  # one row, however many paths
+        paths = ids.shape[1] if name == "decode" else paths_of(options["position_ids"][0])
+        found.bodies.append((name, paths, ids.shape[1]))
+
+    for steps in (SharedSteps, CachedSteps):
+        named(steps, "first", "prefill")
+        named(steps, "next", "decode")
+    monkeypatch.setattr("ramet.scoring.check.at_rest", resting)
+    monkeypatch.setattr("ramet.scoring.budget.at_rest", resting)
+    watched(LlamaModel, body, nothing)
+    watched(LlamaDecoderLayer, lambda name, _: found.layers.append(name), nothing)
+    watched(LlamaForCausalLM, nothing, lambda name, output: found.logits.append((name, output.logits.dtype)))
     return found
 
 
@@ -101,9 +181,6 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
     return found
 
 
-Passes = list[tuple[str, int, int, torch.dtype]]
-
-
 def observed(given: TrainConfig, passes: Passes, asked: list[Request], held_out: Sequence[str] = ()) -> dict[str, Any]:
     """Make a run and return what it did, in the order in which one thing leads to the next."""
     passes.clear()
@@ -116,12 +193,13 @@ def observed(given: TrainConfig, passes: Passes, asked: list[Request], held_out:
     records = [line for line in read(result.folder / "rollouts.jsonl") if line["when"] == "train"]
     return {
         "rollouts": [(record["step"], record["group"], record["member"]) for record in records],
-        "policy passes": [shape for who, *shape in passes if who == "policy"],
+        "policy passes": passes.shapes("prefill", "decode"),
         "completions": [record["completion_tokens"] for record in records],
         "scores": [record["score"] for record in records],
         "advantages": [record["advantage"] for record in records],
         "trained on": [line["trained_on"] for line in steps],
-        "learner passes": [shape for who, *shape in passes if who == "learner"],
+        "learner passes": passes.shapes("learner"),
+        "learner layers": passes.layers.count("learner"),
         "rate": [line["learning_rate"] for line in steps],
         "loss": [line.get("loss") for line in steps],
         "weights": torch.cat([value.flatten() for value in model.state_dict().values()]).tolist(),
@@ -141,6 +219,9 @@ EFFECTS: list[tuple[str, str, list[str], list[str]]] = [
     ("rollout.max_new_tokens", "2", [], ["policy passes", "completions"]),
     ("rollout.rows_per_batch", "2", [], ["policy passes"]),
     ("rollout.temperature", "0.3", [], ["completions", "weights"]),
+    ("rollout.top_k", "2", [], ["policy passes", "completions", "weights"]),
+    ("rollout.top_p", "0.3", [], ["completions", "weights"]),
+    ("rollout.min_p", "0.5", [], ["completions", "weights"]),
     ("rollout.stop", "[]", [], ["policy passes", "completions"]),
     ("rollout.truncated", "drop", [], ["advantages", "trained on", "weights"]),
     ("control.shuffle_rewards", "true", [], ["advantages", "weights"]),
@@ -169,6 +250,7 @@ EFFECTS: list[tuple[str, str, list[str], list[str]]] = [
     ("optimizer.updates_per_step", "2", [], ["learner passes", "weights"]),
     ("optimizer.epochs_per_step", "2", [], ["learner passes", "weights"]),
     ("optimizer.micro_batch_tokens", "12", [], ["learner passes"]),
+    ("optimizer.gradient_checkpointing", "true", [], ["learner layers"]),
     ("checkpoint.every", "1", ["steps=2", "checkpoint.keep=5"], ["checkpoints"]),
     ("checkpoint.keep", "2", ["steps=2", "checkpoint.every=1"], ["checkpoints"]),
     ("evaluation.every", "1", ["steps=2"], ["evaluations"]),
@@ -209,16 +291,45 @@ def test_a_run_lies_in_its_folder(tmp_path: Path) -> None:
 
 @shows("rollout.rows_per_batch", "optimizer.micro_batch_tokens")
 def test_batches_are_no_larger_than_their_limits(tmp_path: Path, passes: Passes, asked: list[Request]) -> None:
-    found = observed(config(tmp_path, "rollout.rows_per_batch=2", "optimizer.micro_batch_tokens=12"), passes, asked)
-    assert max(rows for rows, _, _ in found["policy passes"]) <= 2
-    assert max(rows * columns for rows, columns, _ in found["learner passes"]) <= 12
-    assert max(rows for rows, _, _ in found["learner passes"]) >= 2  # and it is filled
+    """Filled in order: what comes first in a pass would have been too much for the one before."""
+    changes = ["rollout.rows_per_batch=2", "optimizer.micro_batch_tokens=12", "rollout.group_size=4", "rollout.stop=[]"]
+    given = config(tmp_path, *changes)
+    observed(given, passes, asked)
+    assert max(rows for rows, _ in passes.shapes("decode")) == 2
+    assert len(passes.shapes("prefill")) == 8 / 2
+    assert max(tokens for _, tokens in passes.shapes("learner")) <= 12
+    records = [line for line in read(given.folder / "rollouts.jsonl") if line["when"] == "train"]
+    expected: list[set[tuple[int, ...]]] = []
+    for record in records:
+        path = [*TOKENIZER(record["prompt"])["input_ids"], *record["completion_tokens"]]
+        prefixes = {tuple(path[: end + 1]) for end in range(len(path))}
+        if not expected or len(expected[-1] | prefixes) > 12:
+            expected.append(set())
+        expected[-1] |= prefixes
+    assert len(passes.shapes("learner")) == len(expected)
+    assert 1 < len(expected) < len(records)
 
 
-@shows("rollout.temperature")
-def test_what_is_sampled_at_a_temperature_is_scored_at_it(tmp_path: Path) -> None:
+@shows("optimizer.gradient_checkpointing")
+def test_gradient_checkpointing_runs_each_layer_again_in_the_backward_pass_to_the_same_weights(
+    tmp_path: Path, passes: Passes, asked: list[Request]
+) -> None:
+    plain = observed(config(tmp_path / "a"), passes, asked)
+    found = observed(config(tmp_path / "b", "optimizer.gradient_checkpointing=true"), passes, asked)
+    assert plain["learner layers"] == len(plain["learner passes"]) * SHAPE["layers"]
+    assert found["learner layers"] == 2 * plain["learner layers"]
+    assert found["learner passes"] == plain["learner passes"]
+    assert found["weights"] == pytest.approx(plain["weights"], rel=0, abs=1e-6)
+
+
+@shows("rollout.temperature", "rollout.top_k", "rollout.top_p", "rollout.min_p")
+@pytest.mark.parametrize(
+    "changes",
+    [["temperature=0.3"], ["top_k=5"], ["top_p=0.7"], ["min_p=0.3"], ["temperature=2", "top_k=20", "top_p=0.9"]],
+)
+def test_what_is_sampled_from_a_distribution_is_scored_under_it(changes: list[str], tmp_path: Path) -> None:
     """The sampler's and the learner's log-probs differ by 1e-5 at most, float32."""
-    given = config(tmp_path, "rollout.temperature=0.3")
+    given = config(tmp_path, *(f"rollout.{change}" for change in changes))
     Trainer(tiny_llama(TOKENIZER, **SHAPE), PROMPTS, low_ids, tokenizer=TOKENIZER, config=given).train()
     [line] = read(given.folder / "metrics.jsonl")
     assert line["mismatch_max"] < 1e-5
@@ -235,6 +346,23 @@ def test_a_stop_ends_a_completion_and_is_its_last_token(tmp_path: Path) -> None:
         *before, last = record["completion_tokens"]
         assert ids.isdisjoint(before)
         assert (last in ids) == (record["stop"] == "stop")
+
+
+@shows("rollout.stop")
+def test_a_stop_of_several_tokens_ends_a_completion_with_the_token_that_completes_it(tmp_path: Path) -> None:
+    """Two letters in a row: some of the 60 completions hold them, and only at their ends."""
+    stops = [a + b for a in STOP for b in STOP]
+    shape = [f"rollout.stop={json.dumps(stops)}", "rollout.group_size=30", "rollout.max_new_tokens=6"]
+    given = config(tmp_path, *shape)
+    Trainer(tiny_llama(TOKENIZER, **SHAPE), PROMPTS, low_ids, tokenizer=TOKENIZER, config=given).train()
+    records = [record for record in read(given.folder / "rollouts.jsonl") if record["when"] == "train"]
+    assert {record["stop"] for record in records} >= {"stop", "new_token_limit"}
+    for record in records:
+        tokens = record["completion_tokens"]
+        held = [any(stop in TOKENIZER.decode(part) for stop in stops) for part in (tokens[:-1], tokens)]
+        assert held[0] is False
+        if record["stop"] != "eos":  # whose own text holds some
+            assert held[1] == (record["stop"] == "stop")
 
 
 @shows("rollout.prompt_limit", "rollout.too_long")
@@ -302,7 +430,7 @@ def test_autocast_is_of_the_policy_the_learner_and_the_reference(named: bool, tm
             given = config(tmp_path / autocast, "model={name='LlamaForCausalLM'}", change)
             trainer = Trainer(model, PROMPTS, low_ids, tokenizer=TOKENIZER, config=given)
         trainer.train()
-        assert {(who, found) for who, _, _, found in passes} == {(w, dtype) for w in ("policy", "learner", "scorer")}
+        assert set(passes.logits) == {(who, dtype) for who in ("prefill", "decode", "learner", "scorer")}
         assert trainer.model.dtype is torch.float32
 
 
@@ -313,7 +441,7 @@ def test_the_weights_and_all_passes_have_the_dtype(tmp_path: Path, passes: Passe
         trainer = Trainer.from_config(recipe(tmp_path / name, f"model.dtype={name}"))
         trainer.train()
         assert {parameter.dtype for parameter in trainer.model.parameters()} == {dtype}
-        assert {found for *_, found in passes} == {dtype}
+        assert {found for _, found in passes.logits} == {dtype}
 
 
 @shows("model.device")
@@ -405,7 +533,7 @@ def warmed(runs: Path, passes: Passes, asked: list[Request], **changes: float) -
     trainer.train()
     steps = [event for event in events if isinstance(event, WarmStartStep)]
     return {
-        "rows": [rows for who, rows, _, _ in passes if who == "learner"],
+        "rows": [rows for rows, _ in passes.shapes("learner")],
         "first loss": steps[0].loss if steps else None,
         "checks": [event.step for event in steps if event.score is not None],
         # Before the run's own two evaluations of one problem each.

@@ -25,13 +25,14 @@ from transformers import LlamaForCausalLM
 from ramet import learner
 from ramet.checkpoint import RunState, read_state
 from ramet.config import Section, TrainConfig, load, parse, settings
-from ramet.errors import ConfigError
+from ramet.errors import ConfigError, RunExists
 from ramet.events import CheckpointWritten, Evaluated, Event, RunEnded, RunStarted, StepDone, WarmStartStep
 from ramet.forest import Forest
 from ramet.learner import Batch
 from ramet.metrics import read
 from ramet.models.tiny import tiny_llama, tiny_tokenizer
 from ramet.policies.transformers import TransformersPolicy
+from ramet.scoring.check import Choice, Engine
 from ramet.trainer import Result, Trainer
 from ramet.types import Completion, Draw, Outcome, Request, Sample
 
@@ -117,6 +118,15 @@ def interrupt_after(*steps: int) -> Callable[[Event], None]:
     return watch
 
 
+PAIRS = [a + b for a in "abcdefghijklmnopqrstuvwxyz" for b in "0123456789abcdefghijklmnopqrstuvwxyz"]
+"""Stops of two tokens each, of which a model without any knowledge says some now and then."""
+CUT = [
+    f"rollout.stop={json.dumps(PAIRS)}",
+    "rollout.top_p=0.9",
+    "rollout.min_p=0.05",
+    "optimizer.gradient_checkpointing=true",
+]
+
 # ---------------------------------------------------------------- resume
 
 VARIANTS = {
@@ -130,6 +140,7 @@ VARIANTS = {
         "optimizer.warmup_steps=3",
     ],
     "shuffled": ["control.shuffle_rewards=true", "evaluation.every=1", "advantage.kind=leave_one_out"],
+    "a support, stops and layers run again": [*CUT, "kl.coefficient=0.1", "checkpoint.every=2"],
 }
 
 
@@ -210,6 +221,50 @@ def test_a_run_goes_on_with_the_settings_it_was_started_with(change: str, key: s
     assert load(tmp_path / "run" / "config.toml").steps == 3
 
 
+def test_a_resumed_run_cuts_its_batches_as_it_did_before_whatever_fits_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What fits is found out once and written down; a resumed run ends bit for bit the same, whatever fits by then."""
+    cuts: list[list[list[int]]] = []
+    plain = learner.micro_batches
+
+    def recorded(*given: Any) -> Iterator[list[int]]:
+        cuts.append(list(plain(*given)))
+        return iter(cuts[-1])
+
+    monkeypatch.setattr("ramet.learner.micro_batches", recorded)
+    fits = {"whole": [12], "broken": [12, 1, 10_000], "roomy": [10_000]}
+    left, made = {}, {}
+    for name, budgets in fits.items():
+        monkeypatch.setattr("ramet.trainer.token_budget", lambda *_, budgets=budgets: budgets.pop(0))
+        given = config(tmp_path / name)
+        cuts.clear()
+        assert given.optimizer.micro_batch_tokens is None
+        result = trainer(given, watcher=interrupt_after(1, 3) if name == "broken" else None).train()
+        while result.interrupted:
+            result = trainer(given, watcher=interrupt_after(1, 3), resume=True).train()
+        left[name], made[name] = what_a_run_left(given.folder), list(cuts)
+        settled = load(given.folder / "config.toml").optimizer.micro_batch_tokens
+        assert settled == (10_000 if name == "roomy" else 12)
+    assert_same(left["broken"], left["whole"])
+    assert fits["broken"] == [1, 10_000]  # nobody asked again
+    assert made["broken"] == made["whole"] != made["roomy"]  # and it would have mattered
+    assert left["broken"]["weights"] != left["roomy"]["weights"]
+    with pytest.raises(ConfigError, match=r"^optimizer\.micro_batch_tokens was 12 when the run was started"):
+        trainer(config(tmp_path / "broken", "steps=6", "optimizer.micro_batch_tokens=13"), resume=True).train()
+
+
+def test_what_fits_is_found_out_for_the_model_of_the_run(tmp_path: Path) -> None:
+    """A power of two, the same for the same model as long as the memory is not short, and never for one that is set."""
+    trainer(config(tmp_path / "a", "steps=0")).train()
+    settled = load(tmp_path / "a" / "run" / "config.toml").optimizer.micro_batch_tokens
+    assert settled is not None
+    assert settled.bit_count() == 1
+    assert settled >= 4096  # the model holds some 30 thousand weights
+    trainer(config(tmp_path / "b", "steps=0", "optimizer.micro_batch_tokens=37")).train()
+    assert load(tmp_path / "b" / "run" / "config.toml").optimizer.micro_batch_tokens == 37
+
+
 def test_a_run_that_fails_before_its_first_step_leaves_no_folder_in_the_way(tmp_path: Path) -> None:
     def stop(event: Event) -> None:
         if isinstance(event, RunStarted):
@@ -218,6 +273,25 @@ def test_a_run_that_fails_before_its_first_step_leaves_no_folder_in_the_way(tmp_
     with pytest.raises(KeyboardInterrupt):
         trainer(config(tmp_path), watcher=stop).train()
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_can_not_find_out_what_fits_leaves_no_folder_and_one_that_is_refused_does_not_ask(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def fail(*_: object) -> int:
+        asked.append("what fits")
+        raise MemoryError("nothing fits")
+
+    monkeypatch.setattr("ramet.trainer.token_budget", fail)
+    with pytest.raises(MemoryError):
+        trainer(config(tmp_path)).train()
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "run").mkdir()
+    with pytest.raises(RunExists):
+        trainer(config(tmp_path)).train()
+    assert asked == ["what fits"]
 
 
 def test_the_rollouts_of_a_step_that_fails_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -507,6 +581,28 @@ def test_the_learning_rate_is_a_function_of_the_step(schedule: str, expected: li
     assert rates == expected
 
 
+def test_a_cut_distribution_with_stops_of_several_tokens_is_learned_under_gradient_checkpointing(
+    tmp_path: Path,
+) -> None:
+    """All at once, to the end: samples are scored under what they were drawn from, stops end them, rewards go up."""
+    changes = [*CUT, "steps=25", "rollout.group_size=8", "rollout.max_new_tokens=6", "optimizer.learning_rate=0.02"]
+    settings = config(tmp_path, *changes)
+    trainer(settings).train()
+    steps = [line for line in read(settings.folder / "metrics.jsonl") if "when" not in line]
+    assert max(line["mismatch_max"] for line in steps) < 1e-4
+    assert all(0 < line["tokens_computed"] < line["tokens_trained"] for line in steps)
+    first, last = (sum(line["reward"] for line in part) / 5 for part in (steps[:5], steps[-5:]))
+    assert last > first + 0.5
+    records = [line for line in read(settings.folder / "rollouts.jsonl") if line["when"] == "train"]
+    stopped = [record for record in records if record["stop"] == "stop"]
+    assert stopped
+    for record in stopped:
+        said, before = (TOKENIZER.decode(record["completion_tokens"][:end]) for end in (None, -1))
+        assert any(pair in said for pair in PAIRS)  # in the last token's own text, if that is a special one
+        assert not any(pair in before for pair in PAIRS)
+    assert any(TOKENIZER.decode(record["completion_tokens"][-2:]) in PAIRS for record in stopped)
+
+
 # ---------------------------------------------------------------- what it takes
 
 
@@ -645,8 +741,13 @@ result = Trainer("tiny-llama", rows[:18], reward, held_out=rows[18:], config=con
     assert (tmp_path / "runs" / "run" / "checkpoints" / "step-000001").is_dir()
 
 
+@pytest.mark.parametrize("engine", ["flat", "rows"])
 @pytest.mark.parametrize("pad", [None, "<eos>"])
-def test_without_a_pad_token_and_with_eos_as_pad_the_weights_are_the_same(pad: str | None, tmp_path: Path) -> None:
+def test_without_a_pad_token_and_with_eos_as_pad_the_weights_are_the_same(
+    pad: str | None, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One row of distinct tokens has no padding, and padded rows have some of their own."""
+    monkeypatch.setattr("ramet.scoring.check.choice_of", lambda *_, **__: Choice(engine))
     other = tiny_tokenizer()
     other.pad_token = pad
     for name, tokenizer in {"pad": TOKENIZER, "other": other}.items():
@@ -758,5 +859,9 @@ def test_ctrl_c_ends_the_command_with_130_after_the_running_step_and_resume_fini
 
     assert run(load(tmp_path / "a" / "run" / "config.toml"), resume=True) == 0
     assert run(load(recipe, [f"runs='{tmp_path / 'b'}'"])) == 0
-    capsys.readouterr()
+    last = read(tmp_path / "b" / "run" / "metrics.jsonl")[-1]
+    saved = f"{last['tokens_trained'] / last['tokens_computed']:.1f}x saved"
+    told = capsys.readouterr().err
+    assert f"{last['tokens_computed']} of {last['tokens_trained']} tokens computed ({saved})\n" in told
+    assert "Tokens of an update" in (tmp_path / "b" / "run" / "report.html").read_text(encoding="utf-8")
     assert_same(what_a_run_left(tmp_path / "a" / "run"), what_a_run_left(tmp_path / "b" / "run"))

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ramet.prompts import Prompts
     from ramet.ragged import as_nested_tensor, as_padded_tensor, compact, pad, rows
     from ramet.rollouts import collect
-    from ramet.scoring import Scores, score
+    from ramet.scoring import Scores, score, without_adapter
     from ramet.specs import Bounded, Categorical, Composite, NonTensor, Unbounded
     from ramet.tasks import Judge, Task
     from ramet.trainer import Result, Trainer
@@ -49,10 +49,10 @@ if TYPE_CHECKING:
         Tokenizer,
         Transform,
     )
-    from ramet.types import Draw, Kind, Outcome, Sample, Sampling, StopReason
+    from ramet.types import Draw, Kind, Outcome, Sample, Sampling, StopReason, Support
 
 _PLACES = {
-    "ramet.types": ("Sample", "Outcome", "StopReason", "Kind", "Sampling", "Draw"),
+    "ramet.types": ("Sample", "Outcome", "StopReason", "Kind", "Sampling", "Support", "Draw"),
     "ramet.errors": ("RametError",),
     "ramet.prompts": ("Prompts",),
     "ramet.specs": ("Composite", "NonTensor", "Unbounded", "Bounded", "Categorical"),
@@ -78,7 +78,7 @@ _PLACES = {
     "ramet.policies.scoring": ("TransformersScorer",),
     "ramet.rollouts": ("collect",),
     "ramet.forest": ("Forest", "MCTSForest", "SipHash"),
-    "ramet.scoring": ("score", "Scores"),
+    "ramet.scoring": ("score", "Scores", "without_adapter"),
     "ramet.config": (
         "TrainConfig",
         "ModelConfig",
@@ -132,6 +132,7 @@ __all__ = [
     "SipHash",
     "StepCounter",
     "StopReason",
+    "Support",
     "Task",
     "TensorDictPrimer",
     "Tokenizer",
@@ -150,6 +151,7 @@ __all__ = [
     "pad",
     "rows",
     "score",
+    "without_adapter",
 ]
 
 

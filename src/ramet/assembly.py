@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +10,9 @@ from ramet.config import ModelConfig, RolloutConfig, TrainConfig, checked
 from ramet.errors import ConfigError, ModelError
 from ramet.models import check_vocabulary, load_model, pick_device
 from ramet.models.load import DTYPES
+from ramet.policies.stops import decoder_of
 from ramet.policies.transformers import context_length
+from ramet.types import Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -117,23 +118,38 @@ def prompt_limit(model: PreTrainedModel, rollout: RolloutConfig) -> int | None:
     return context - rollout.max_new_tokens
 
 
-def stop_ids(tokenizer: PreTrainedTokenizerBase, stops: Iterable[str]) -> tuple[int, ...]:
-    """Return the token of each stop string; raise `ConfigError` for one that is not one token."""
-    found = []
-    for stop in stops:
-        ids = list(tokenizer(stop, add_special_tokens=False)["input_ids"])
-        if len(ids) > 1:
-            # Some tokenizers mark the start of a text: what counts is the string behind other text.
-            before = list(tokenizer("=", add_special_tokens=False)["input_ids"])
-            behind = list(tokenizer("=" + stop, add_special_tokens=False)["input_ids"])
-            ids = behind[len(before) :] if behind[: len(before)] == before else ids
-        if len(ids) != 1:
-            raise ConfigError(
-                f"rollout.stop: {stop!r} is {len(ids)} tokens ({ids}) for this tokenizer, and a stop must be one",
-                hint="choose another string, or leave it out and let eos end the completion",
-            )
-        found.append(ids[0])
-    return tuple(found)
+def sampling_of(tokenizer: PreTrainedTokenizerBase, rollout: RolloutConfig) -> Sampling:
+    """Return how the samples that are trained on are drawn; raise `ConfigError` for a stop that no text can hold.
+
+    A stop that is one token for `tokenizer` is looked for as that token, which is cheap; any other one in the text.
+    """
+    found = {stop: _token_of(tokenizer, stop) for stop in rollout.stop}
+    return Sampling(
+        rollout.max_new_tokens,
+        rollout.temperature,
+        stop_ids=tuple(token for token in found.values() if token is not None),
+        top_k=rollout.top_k,
+        top_p=rollout.top_p,
+        min_p=rollout.min_p,
+        stop=tuple(stop for stop, token in found.items() if token is None),
+    )
+
+
+def _token_of(tokenizer: PreTrainedTokenizerBase, stop: str) -> int | None:
+    """Return the token whose text is `stop`, None where it takes several."""
+    ids = list(tokenizer(stop, add_special_tokens=False)["input_ids"])
+    # Some tokenizers mark the start of a text: what counts is the string behind other text.
+    before = list(tokenizer("=", add_special_tokens=False)["input_ids"])
+    behind = list(tokenizer("=" + stop, add_special_tokens=False)["input_ids"])
+    if len(ids) > 1 and behind[: len(before)] == before:
+        ids = behind[len(before) :]
+    text = decoder_of(tokenizer)
+    if not ids or (stop not in text(ids) and stop not in text(behind)):
+        raise ConfigError(
+            f"rollout.stop: {stop!r} is {len(ids)} tokens ({ids}) for this tokenizer, and no text holds it",
+            hint="choose another string, or leave it out and let eos end the completion",
+        )
+    return ids[0] if len(ids) == 1 else None
 
 
 def frozen(model: PreTrainedModel) -> PreTrainedModel:

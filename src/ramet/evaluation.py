@@ -90,13 +90,13 @@ def evaluate(
 ) -> Evaluation:
     """Score the first `problems` rows of `prompts`, one completion each, with each decoding.
 
-    `sampling` gives limits and stops; its temperature is replaced. A rollout without a score (abstained, failed) is
-    left out of the mean and counted, and its record says why. Raises `TooManyFailures` where a larger fraction than
-    `max_failed_fraction` failed under one decoding; who abstains has not failed.
+    `sampling` gives limits and stops; its temperature is replaced, and all tokens may be drawn. A rollout without a
+    score (abstained, failed) is left out of the mean and counted, and its record says why. Raises `TooManyFailures`
+    where a larger fraction than `max_failed_fraction` failed under one decoding; who abstains has not failed.
     """
     records = []
     for decoding in decodings:
-        draw = Sampling(sampling.max_new_tokens, TEMPERATURES[decoding], sampling.stop_ids)
+        draw = Sampling(sampling.max_new_tokens, TEMPERATURES[decoding], sampling.stop_ids, stop=sampling.stop)
         forest = collect(env, policy, prompts.first(problems), sampling=draw, seed=seed)
         numbers = range(len(forest.rollouts))
         samples = samples_of(forest, numbers, prompts, tokenizer)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -16,6 +17,10 @@ from ramet.errors import ForestError, ModelError
 from ramet.forest import Forest, Sampled
 from ramet.kl import kl, kl_in_loss, kl_penalty
 from ramet.scoring import Scores, score
+from ramet.scoring.budget import tokens_that_fit
+from ramet.scoring.check import engine_for
+from ramet.scoring.layout import batches as distinct_batches
+from ramet.types import Support
 
 
 @dataclass(slots=True)
@@ -126,9 +131,33 @@ def _score(
         rollouts=rollouts,
         temperature=config.rollout.temperature,
         entropy=entropy,
+        support=support_of(config),
         max_tokens=config.optimizer.micro_batch_tokens,
         autocast=config.autocast_dtype,
+        gradient_checkpointing=config.optimizer.gradient_checkpointing,
     )
+
+
+def support_of(config: TrainConfig) -> Support:
+    """Return what the sampler may draw from, which is what a log-prob is a log-prob under."""
+    return Support(top_k=config.rollout.top_k, top_p=config.rollout.top_p, min_p=config.rollout.min_p)
+
+
+def token_budget(model: nn.Module, config: TrainConfig) -> int:
+    """Return how many tokens a forward pass may run: `optimizer.micro_batch_tokens`, or what fits into memory."""
+    return config.optimizer.micro_batch_tokens or tokens_that_fit(
+        model, gradient_checkpointing=config.optimizer.gradient_checkpointing, autocast=config.autocast_dtype
+    )
+
+
+def micro_batches(
+    model: nn.Module, forest: Forest, rollouts: Sequence[int], config: TrainConfig
+) -> Iterator[list[int]]:
+    """Cut rollouts into runs that fit the budget, counted as the model runs them: padded rows, or distinct tokens."""
+    longest = max((forest.depth(forest.rollouts[number].end) for number in rollouts), default=0)
+    engine = engine_for(model, longest, gradient_checkpointing=config.optimizer.gradient_checkpointing)
+    cut = forest.batches if engine == "rows" else partial(distinct_batches, forest)
+    return cut(rollouts, token_budget(model, config))
 
 
 def update(
@@ -136,20 +165,25 @@ def update(
 ) -> dict[str, float]:
     """Take the optimiser steps of one batch; return what is worth logging.
 
-    `trained_on` counts the rollouts that entered; where none did, nothing else is said. Raises `ModelError` as
-    `checked_step` does.
+    `trained_on` counts the rollouts that entered; where none did, nothing else is said. `tokens_trained` are the tokens
+    of their rows, prompts included, and `tokens_computed` those that the model ran over, shared ones once. Raises
+    `ModelError` as `checked_step` does.
     """
     totals: dict[str, float] = {"loss": 0.0, "clip_fraction": 0.0, "grad_norm": 0.0}
+    counts = {"tokens_computed": 0, "tokens_trained": 0}
     updates = 0
     for epoch in range(config.optimizer.epochs_per_step):
         for rows in _minibatches(len(batch.rollouts), config.optimizer.updates_per_step):
             logged = _one_update(model, optimizer, forest, batch, rows, config, first=epoch == 0)
             updates += 1
-            for name, value in logged.items():
-                totals[name] += value
+            for name in totals:
+                totals[name] += logged[name]
+            for name in counts:
+                counts[name] += int(logged[name])
     if updates == 0:
         return {"trained_on": 0}
-    logged = {"trained_on": len(batch.rollouts), **{name: value / updates for name, value in totals.items()}}
+    logged = {"trained_on": len(batch.rollouts), **counts}
+    logged |= {name: value / updates for name, value in totals.items()}
     gap = losses.mismatch(batch.start, batch.sampled.log_probs)
     logged |= {"mismatch_kl": gap.kl, "mismatch_max": gap.largest, "entropy": float(batch.entropy.mean())}
     if batch.reference is not None:
@@ -177,12 +211,14 @@ def _one_update(
     begins = [0, *ends[:-1]]
     tokens = ends[rows[-1]] - begins[rows[0]]
     optimizer.zero_grad(set_to_none=True)
-    logged = {"loss": 0.0, "clip_fraction": 0.0}
+    logged = {"loss": 0.0, "clip_fraction": 0.0, "tokens_computed": 0, "tokens_trained": 0}
     at = rows[0]
-    for part in forest.batches([batch.rollouts[row] for row in rows], config.optimizer.micro_batch_tokens):
+    for part in micro_batches(model, forest, [batch.rollouts[row] for row in rows], config):
         span = slice(begins[at], ends[at + len(part) - 1])
         at += len(part)
         scores = _score(model, forest, part, config, entropy=first)
+        logged["tokens_computed"] += scores.tokens_computed
+        logged["tokens_trained"] += sum(forest.depth(forest.rollouts[number].end) for number in part)
         current = scores.log_probs[batch.sampled.index[span]].cpu()
         if scores.entropy is not None:
             batch.entropy[span] = scores.entropy[batch.sampled.index[span]].detach().cpu()
@@ -208,8 +244,10 @@ def checked_step(model: nn.Module, optimizer: torch.optim.Optimizer, clip: float
             hint="lower optimizer.learning_rate, raise kl.coefficient, or use float32 weights",
         )
     optimizer.step()
-    moved = [(name, p.detach().isfinite().all()) for name, p in model.named_parameters() if p.grad is not None]
-    broken = [name for name, finite in moved if not bool(finite)]
+    moved = [(name, p.detach()) for name, p in model.named_parameters() if p.grad is not None]
+    # A sum is finite over finite numbers alone, and ten times as quick to find; where it is not, they are looked at.
+    doubtful = [(name, p) for name, p in moved if not bool(p.sum().isfinite())]
+    broken = [name for name, p in doubtful if not bool(p.isfinite().all())]
     if broken:
         raise ModelError(
             f"the update made weights that are not finite, in {len(broken)} of {len(moved)} parameters, "

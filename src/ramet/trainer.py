@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ramet.assembly import frozen, model_of, prompt_limit, stop_ids
+from ramet.assembly import frozen, model_of, prompt_limit, sampling_of
 from ramet.checkpoint import (
     REFERENCE,
     RunState,
@@ -32,14 +32,13 @@ from ramet.errors import CheckpointError, ConfigError, RunExists, TooManyFailure
 from ramet.evaluation import Evaluation, difference, evaluate, rollout_records
 from ramet.events import CheckpointWritten, Evaluated, Event, RunEnded, RunStarted, StepDone, Stopping, When
 from ramet.interrupts import interrupts
-from ramet.learner import prepare, reward_metrics, update
+from ramet.learner import prepare, reward_metrics, token_budget, update
 from ramet.metrics import MetricsLog, entries, finite
 from ramet.policies.transformers import TransformersPolicy, eos_ids_of
 from ramet.prompts import Prompts, read_rows, refuse_shared
 from ramet.prompts.prompts import Row
 from ramet.rollouts import collect, first_failure, judge_rollouts, samples_of
 from ramet.tasks import Judge, Reward, Task, build_task
-from ramet.types import Sampling
 from ramet.warm_start import split_rows, warm_start
 
 if TYPE_CHECKING:
@@ -129,7 +128,7 @@ class Trainer:
         self.config = config.model_copy(update=named)
         self._task_is_named = config.task is not None
         rollout = config.rollout
-        self.sampling = Sampling(rollout.max_new_tokens, rollout.temperature, stop_ids(self.tokenizer, rollout.stop))
+        self.sampling = sampling_of(self.tokenizer, rollout)
         self._prompt_limit = prompt_limit(self.model, rollout)
         self.prompts = self._prompts_of(task.train, "training row")
         self.held_out = self._prompts_of(task.held_out, "held-out row") if task.held_out else None
@@ -142,6 +141,7 @@ class Trainer:
             eos_ids=[*eos_ids_of(self.model), *own_eos],
             rows_per_batch=rollout.rows_per_batch or rollout.prompts_per_step * rollout.group_size,
             autocast=self.config.autocast_dtype,
+            tokenizer=self.tokenizer,
         )
         # The policy ends rows at every eos id; the environment knows one. No token is -1.
         self.env = LLMEnv(from_text=False, eos_token_id=min(self.policy.eos_ids, default=-1))
@@ -150,6 +150,7 @@ class Trainer:
             lr=config.optimizer.learning_rate,
             betas=config.optimizer.betas,
             weight_decay=config.optimizer.weight_decay,
+            fused=True,
         )
         self._weights_moved = False
         self.optimizer.register_step_pre_hook(self._note_that_weights_move)
@@ -226,6 +227,7 @@ class Trainer:
         rollouts.extend(rollout_records(forest, samples, when="train", step=step))
         rate = self._set_learning_rate(step)
         logged = update(self.model, self.optimizer, forest, batch, config)
+        self.optimizer.zero_grad(set_to_none=True)  # as large as the weights, and of no use to the next samples
         self.policy.version += 1
         sampled, seconds = len(forest.sampled(numbers).index), time.monotonic() - began
         metrics = {
@@ -257,9 +259,11 @@ class Trainer:
         folder = self.config.folder
         if self._resume:
             newest_checkpoint(folder / "checkpoints")
+            before = load(folder / "config.toml")
+            self._set_token_budget(before.optimizer.micro_batch_tokens)
             # A task that was handed over has its reward's name, and a reward may be mended.
             free = () if self._task_is_named else ("task",)
-            refuse_other_settings(load(folder / "config.toml"), self.config, free=free)
+            refuse_other_settings(before, self.config, free=free)
             (folder / "config.toml").write_text(dump(self.config), encoding="utf-8")
             return folder
         try:
@@ -271,8 +275,15 @@ class Trainer:
             ) from error
         except OSError as error:
             raise ConfigError(f"the run folder {folder} can not be made: {error}", hint="set runs and name") from error
-        (folder / "config.toml").write_text(dump(self.config), encoding="utf-8")
         return folder
+
+    def _set_token_budget(self, before: int | None) -> None:
+        """Settle how many tokens a pass may run, once for a run: a resumed one cuts its batches as it did before."""
+        optimizer = self.config.optimizer
+        if optimizer.micro_batch_tokens is None:
+            budget = token_budget(self.model, self.config) if before is None else before
+            settled = optimizer.model_copy(update={"micro_batch_tokens": budget})
+            self.config = self.config.model_copy(update={"optimizer": settled})
 
     def _started_or_undone(self, folder: Path) -> tuple[RunState, PreTrainedModel]:
         """Start a run; where that fails or is interrupted, its folder goes, for there is nothing in it to resume."""
@@ -283,6 +294,8 @@ class Trainer:
             raise
 
     def _started(self, folder: Path) -> tuple[RunState, PreTrainedModel]:
+        self._set_token_budget(None)
+        (folder / "config.toml").write_text(dump(self.config), encoding="utf-8")
         self._watch(self._run_started(first_step=1))
         if self.config.warm_start is not None:
             done = warm_start(

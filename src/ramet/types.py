@@ -176,22 +176,73 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
+class Support:
+    """Which tokens of a distribution may be drawn; what is kept is renormalised.
+
+    Applied to the logits after the temperature, in this order: `top_k` keeps the k most probable tokens; `top_p`
+    keeps of those the fewest, most probable first, that together have this share of their probability; `min_p` keeps
+    what is at least this many times as probable as the most probable token. Of equally probable tokens the lower id
+    comes first, except under `min_p`, which keeps all of them or none. At least one token is always kept.
+    https://arxiv.org/abs/1904.09751 (top-p), https://arxiv.org/abs/2407.01082 (min-p)
+
+    >>> Support().whole, Support(top_k=50).whole
+    (True, False)
+    """
+
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k must be at least 1, or None to keep every token: found {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be above 0 and at most 1 (1 keeps every token): found {self.top_p}")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p must be from 0 (which keeps every token) to 1: found {self.min_p}")
+
+    @property
+    def whole(self) -> bool:
+        """True where nothing is cut away."""
+        return self.top_k is None and self.top_p == 1 and self.min_p == 0
+
+
+@dataclass(frozen=True, slots=True)
 class Sampling:
     """How a policy draws tokens.
 
     `temperature` 0 is greedy (the largest logit, the lower id on a tie); `max_new_tokens` counts the token that ends
-    the completion; `stop_ids` end it like eos and are part of it.
+    the completion; `stop_ids` end it like eos and are part of it. `top_k`, `top_p` and `min_p` are those of `Support`.
+    `stop` are strings: the token with which one of them first stands in the completion's text ends it, and is part of
+    it, whatever more it holds.
+
+    >>> Sampling(8, top_p=0.9).support
+    Support(top_k=None, top_p=0.9, min_p=0.0)
     """
 
     max_new_tokens: int
     temperature: float = 1.0
     stop_ids: tuple[int, ...] = ()
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1: found {self.max_new_tokens}")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise ValueError(f"temperature must be finite and at least 0: found {self.temperature}")
+        if isinstance(self.stop, str) or not all(isinstance(stop, str) for stop in self.stop):
+            raise ValueError(f"stop must be a tuple of strings: found {self.stop!r}")
+        if "" in self.stop:
+            raise ValueError(f"a stop string must not be empty, for every text holds it: found {self.stop!r}")
+        _ = self.support  # which checks its own numbers
+
+    @property
+    def support(self) -> Support:
+        """Which tokens may be drawn."""
+        return Support(self.top_k, self.top_p, self.min_p)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from ramet.errors import ConfigError
 from ramet.evaluation import evaluate
 from ramet.events import Event, WarmStarted, WarmStartStep
 from ramet.forest import Forest
-from ramet.learner import checked_step
+from ramet.learner import checked_step, micro_batches
 from ramet.policies.transformers import TransformersPolicy
 from ramet.prompts import Prompts
 from ramet.prompts.prompts import Row
@@ -67,7 +67,7 @@ def warm_start(
     assert answer is not None  # `split_rows` has seen to it
     answers = [_answer_tokens(tokenizer, answer, row) for row in lessons.rows]
     betas, rate = config.optimizer.betas, settings.learning_rate
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=betas, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=betas, weight_decay=0.0, fused=True)
 
     def validate() -> float:
         scored = evaluate(
@@ -128,8 +128,14 @@ def _imitate(
     forest.grow(rollouts, taught, Kind.SAMPLED, log_probs=unknown, versions=[-1] * len(taught))
     optimizer.zero_grad(set_to_none=True)
     total, tokens = 0.0, len(forest.sampled(rollouts).index)
-    for part in forest.batches(rollouts, config.optimizer.micro_batch_tokens):
-        log_probs = score(model, forest, rollouts=part, autocast=config.autocast_dtype).log_probs
+    for part in micro_batches(model, forest, rollouts, config):
+        log_probs = score(
+            model,
+            forest,
+            rollouts=part,
+            autocast=config.autocast_dtype,
+            gradient_checkpointing=config.optimizer.gradient_checkpointing,
+        ).log_probs
         loss = -log_probs[forest.sampled(part).index].sum() / tokens
         loss.backward()  # type: ignore[no-untyped-call]
         total += float(loss.detach())

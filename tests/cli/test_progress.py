@@ -71,6 +71,38 @@ def test_elsewhere_than_on_a_terminal_a_line_comes_every_few_seconds_and_at_the_
     assert screen.out.getvalue() == ""
 
 
+@pytest.mark.parametrize(
+    ("computed", "trained", "shown"),
+    [
+        (250, 1000, "250 of 1000 tokens computed (4.0x saved)"),
+        (1000, 1040, "1000 of 1040 tokens computed (1.0x saved)"),
+        (1000, 1000, "1000 of 1000 tokens computed (1.0x saved)"),
+        (0, 0, None),  # a step that trained on nothing
+        (None, 1000, None),
+        (250, None, None),
+    ],
+)
+def test_the_line_shows_how_many_tokens_were_computed_of_those_trained_on(
+    computed: int | None, trained: int | None, shown: str | None
+) -> None:
+    screen = Screen(every=0.0)
+    screen.start(steps=2)
+    screen.step(1, 1.0, reward=0.5, kl=0.25, tokens_per_second=99.5, tokens_computed=computed, tokens_trained=trained)
+    plain = "step 1/2  reward 0.500  KL 0.250  100 tokens/s"
+    assert screen.lines()[-1] == (plain if shown is None else f"{plain}  {shown}")
+
+
+def test_a_narrow_terminal_shows_the_time_that_is_left_and_cuts_the_tokens_off() -> None:
+    screen = Screen(terminal=True)
+    screen.start(steps=10)
+    with screen.progress:
+        screen.progress(Evaluated(0, "before", SCORES))
+        for step in (1, 2):
+            screen.step(step, 2.0, reward=0.5, kl=0.25, tokens_per_second=1234, tokens_computed=25, tokens_trained=100)
+    expected = "step 2/10  reward 0.500  KL 0.250  held-out 0.500  1234 tokens/s  16 s left"
+    assert f"{expected}  25\u2026" in screen.err.getvalue()
+
+
 def test_evaluations_and_checkpoints_do_not_count_as_pace() -> None:
     screen = Screen(every=0.0)
     screen.start(steps=10)

@@ -2,7 +2,8 @@
 
 The axes are the loss, its reduction, the advantage, the KL's place, estimator, unbiasedness and coefficient, truncated
 rollouts, the cap of importance weights, the temperature and the updates of a step. The oracle runs the model on one
-rollout at a time, takes the log-softmax of all its logits, and knows nothing of batches, trees or micro-batches.
+rollout at a time, takes the log-softmax of all its logits, and knows nothing of batches, trees, micro-batches or layers
+that are run again.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from transformers import PreTrainedModel
 from ramet.config import TrainConfig, checked
 from ramet.errors import ConfigError
 from ramet.forest import Forest
-from ramet.learner import prepare, update
+from ramet.learner import micro_batches, prepare, update
 from ramet.types import Kind, Outcome, StopReason
 
 LIMIT, RATE, CLIP_LOW, CLIP_HIGH = 6, 0.02, 0.2, 0.2
@@ -47,8 +48,10 @@ def config_of(combination: Combination) -> TrainConfig:
         "steps": 1,
         "rollout": {"max_new_tokens": LIMIT},
         "loss": {"clip_low": CLIP_LOW, "clip_high": CLIP_HIGH},
-        "optimizer": {"learning_rate": RATE, "gradient_clip": 1e9, "micro_batch_tokens": 24},
+        "optimizer": {"learning_rate": RATE, "gradient_clip": 1e9, "micro_batch_tokens": 8},
     }
+    # Whether layers are kept or run again is no mathematics: half of the combinations, mixed over all axes.
+    data["optimizer"]["gradient_checkpointing"] = sum(AXES[k].index(v) for k, v in combination.items()) % 2 == 1
     for name, value in combination.items():
         section, key = name.split(".")
         if value is not None:
@@ -237,6 +240,7 @@ def found(tiny: Callable[..., PreTrainedModel]) -> list[Found]:
         for parameter, weight in zip(model.parameters(), weights, strict=True):
             parameter.data.copy_(weight)
         batch = prepare(model, reference, forest, config, step=1)
+        assert len(list(micro_batches(model, forest, batch.rollouts, config))) > 1
         logged = update(model, torch.optim.SGD(model.parameters(), lr=RATE), forest, batch, config)
         expected, cut = oracle.step(combination)
         moved = [p.detach() - w for p, w in zip(model.parameters(), weights, strict=True)]

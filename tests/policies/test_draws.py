@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ramet.errors import ModelError
 from ramet.policies.draws import draw_tokens, uniforms
-from ramet.types import Draw
+from ramet.scoring.support import Cuts, edge_of
+from ramet.types import Draw, Support
 
 BELOW_1 = 1.0 - 2.0**-53
 """The largest number that the generator can return."""
@@ -153,3 +154,93 @@ def test_greedy_takes_the_largest_logit_and_the_lower_id_on_a_tie() -> None:
 def test_logits_that_are_no_distribution_are_refused(bad: list[float], temperature: float) -> None:
     with pytest.raises(ModelError, match="row 1 of 2"):
         draw(torch.tensor([[0.0, 0.0], bad]), [0.5, 0.5], [temperature] * 2)
+
+
+# ---------------------------------------------------------------- many tokens, and supports
+
+
+def wide(rows: int, vocabulary: int) -> Tensor:
+    return 3 * torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(0))
+
+
+def exact(logits: Tensor, kept: Tensor, temperatures: Tensor) -> Tensor:
+    """Return the distribution that is drawn from, float64 [B, V]."""
+    return (logits.double() / temperatures[:, None]).masked_fill(kept == 0, -np.inf).softmax(-1)
+
+
+@pytest.mark.parametrize("vocabulary", [1, 255, 256, 257, 5000])
+@pytest.mark.parametrize("rule", [Support(), Support(top_k=300), Support(top_p=0.7), Support(min_p=0.01)])
+def test_edges_are_within_1e_6_of_the_exact_ones_whatever_the_size_of_the_vocabulary(
+    vocabulary: int, rule: Support
+) -> None:
+    """Against float64 sums over all tokens; log-probs within 1e-5, float32. Nothing outside the support is drawn."""
+    rows = 40
+    logits, temperatures = wide(rows, vocabulary), torch.full((rows,), 0.8)
+    points = torch.from_numpy(uniforms(Draw(5, 0, 0), rows))
+    points[0], points[1] = 0.0, BELOW_1
+    cuts = Cuts.of([rule] * rows)
+    scaled = logits / temperatures[:, None]
+    kept = torch.ones_like(logits) if cuts is None else edge_of(scaled, cuts).kept(scaled)
+    tokens, log_probs = draw_tokens(logits, points, temperatures, cuts)
+    probabilities = exact(logits, kept, temperatures)
+    cumulative = probabilities.cumsum(-1)
+    chosen = tokens[:, None]
+    assert (probabilities.gather(-1, chosen) > 0).all()
+    above, below = cumulative.gather(-1, chosen), (cumulative - probabilities).gather(-1, chosen)
+    assert (below.squeeze(1) - 1e-6 <= points).all()
+    assert (points <= above.squeeze(1) + 1e-6).all()
+    expected = probabilities.gather(-1, chosen).squeeze(1).log().float()
+    torch.testing.assert_close(log_probs, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_row_with_its_support_is_drawn_alike_alone_and_in_any_batch() -> None:
+    """Supports, temperatures and greedy rows mixed; log-probs within 1e-6, relative and absolute, float32."""
+    rules = [
+        Support(),
+        Support(top_k=3),
+        Support(top_p=0.5),
+        Support(min_p=0.2),
+        Support(4, 0.9, 0.01),
+        Support(top_k=1),
+    ]
+    logits, temperatures = wide(6, 600), torch.tensor([1.0, 0.5, 1.0, 2.0, 0.0, 0.7])
+    points = torch.from_numpy(uniforms(Draw(6, 0, 0), 6))
+    tokens, log_probs = draw_tokens(logits, points, temperatures, Cuts.of(rules))
+    for i, rule in enumerate(rules):
+        one = slice(i, i + 1)
+        token, log_prob = draw_tokens(logits[one], points[one], temperatures[one], Cuts.of([rule]))
+        assert token.tolist() == tokens[one].tolist()
+        torch.testing.assert_close(log_prob, log_probs[one], rtol=1e-6, atol=1e-6, equal_nan=True)
+    assert tokens[4] == logits[4].argmax()
+    assert log_probs.isnan().tolist() == [False] * 4 + [True, False]
+    assert (tokens[5], log_probs[5]) == (logits[5].argmax(), 0.0)
+
+
+@pytest.mark.parametrize("rule", [Support(top_k=3), Support(top_p=0.8), Support(min_p=0.3), Support(4, 0.9, 0.05)])
+def test_frequencies_are_the_truncated_distribution(rule: Support) -> None:
+    """40,000 draws from 6 tokens; each frequency within 0.0115 (4.6 standard errors at most), none outside."""
+    logits = torch.tensor([[0.3, -1.0, 1.2, -np.inf, 0.0, 2.0]]).expand(40_000, -1)
+    cuts = Cuts.of([rule])
+    assert cuts is not None
+    kept = edge_of(logits[:1], cuts).kept(logits[:1])
+    tokens, _ = draw_tokens(logits, torch.from_numpy(uniforms(Draw(12, 0, 0), 40_000)), torch.ones(40_000), cuts)
+    expected = exact(logits[:1], kept, torch.ones(1))[0]
+    frequencies = torch.bincount(tokens, minlength=6) / 40_000
+    assert 1 < int((expected > 0).sum()) < 5
+    assert frequencies[expected == 0].tolist() == [0.0] * int((expected == 0).sum())
+    torch.testing.assert_close(frequencies.double(), expected, rtol=0, atol=0.0115)
+
+
+@pytest.mark.parametrize("rule", [Support(top_k=1), Support(top_p=0.5), Support(min_p=0.5)])
+@pytest.mark.parametrize("bad", [[np.nan, 0.0], [np.inf, 0.0], [-np.inf, -np.inf]])
+def test_logits_that_are_no_distribution_are_refused_with_a_support_as_well(bad: list[float], rule: Support) -> None:
+    with pytest.raises(ModelError, match="row 1 of 2"):
+        draw_tokens(torch.tensor([[0.0, 0.0], bad]), torch.tensor([0.5, 0.5]).double(), torch.ones(2), Cuts.of([rule]))
+
+
+def test_drawing_carries_no_gradient_and_leaves_the_logits_alone() -> None:
+    logits = wide(2, 300).requires_grad_(True)
+    before = logits.tolist()
+    _, log_probs = draw_tokens(logits, torch.tensor([0.3, 0.6]).double(), torch.ones(2), Cuts.of([Support(top_k=5)]))
+    assert not log_probs.requires_grad
+    assert logits.tolist() == before

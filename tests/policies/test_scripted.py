@@ -38,3 +38,11 @@ def test_the_script_sees_each_request_and_the_version_is_the_policys() -> None:
     policy.version = 6
     answers = list(policy.complete([request(3), request(9)]))
     assert [(a.row, a.tokens.tolist(), a.version) for a in answers] == [(3, [3, 5], 6), (9, [9, 5], 6)]
+
+
+def test_a_script_can_not_stop_at_a_text() -> None:
+    asked = Request(5, torch.tensor([1]), Sampling(3, stop_ids=(4,), stop=("ab",)), Draw(0, 5, 0))
+    with pytest.raises(
+        ValueError, match=r"row 5: a script knows no texts, so it can not stop at \('ab',\): give stop_ids"
+    ):
+        list(ScriptedPolicy(lambda _: [4]).complete([asked]))

@@ -5,15 +5,16 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from ramet.errors import ModelError
 from ramet.forest import Forest
+from ramet.models.tiny import tiny_llama, tiny_tokenizer
 from ramet.policies.draws import uniforms
 from ramet.policies.policy import by_row
 from ramet.policies.transformers import TransformersPolicy, context_length, eos_ids_of
@@ -61,7 +62,7 @@ def slow_answer(model: PreTrainedModel, request: Request, eos: int = EOS) -> tup
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_tokens_and_log_probs_are_the_slow_oracles(model: PreTrainedModel, temperature: float) -> None:
-    """Log-probs within 1e-5, float32; every distinct prefix left-padded in one batch."""
+    """Log-probs within 1e-5, float32; far lengths in one batch."""
     requests = requests_of(PROMPTS, temperature=temperature)
     for request, found in zip(requests, answers_to(TransformersPolicy(model), requests), strict=True):
         tokens, log_probs = slow_answer(model, request)
@@ -73,7 +74,7 @@ def test_tokens_and_log_probs_are_the_slow_oracles(model: PreTrainedModel, tempe
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_the_samplers_log_probs_are_the_scorers(model: PreTrainedModel, temperature: float) -> None:
-    """Within 1e-5, float32: left-padded with a cache against right-padded in one pass."""
+    """Within 1e-5, float32: one token at a time against all in one pass."""
     requests = requests_of(PROMPTS, temperature=temperature, n=20)
     answers = answers_to(TransformersPolicy(model), requests)
     forest = Forest()
@@ -169,22 +170,20 @@ def test_one_batch_may_mix_temperatures_limits_and_stops(tiny: Tiny) -> None:
     assert stopped.tokens.tolist() == free.tokens[: len(stopped.tokens)].tolist()
 
 
-class Forced:
-    """Looks like a model; after token t it says `nexts[t]`, for sure."""
-
-    def __init__(self, model: PreTrainedModel, nexts: dict[int, int]) -> None:
-        self.nexts, self.config, self.device, self.generation_config = nexts, model.config, model.device, None
-
-    def eval(self) -> Forced:
-        return self
-
-    def forward(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, past_key_values: object, use_cache: bool
-    ) -> SimpleNamespace:
-        wanted = torch.tensor([[self.nexts[int(token)] for token in row] for row in input_ids])
-        return SimpleNamespace(logits=torch.where(torch.arange(30) == wanted[..., None], 0.0, -torch.inf))
-
-    __call__ = forward
+def forced(tiny: Tiny, nexts: dict[int, int]) -> PreTrainedModel:
+    """A model that says `nexts[t]` after token t, for sure: its layers add nothing, its head reads the token."""
+    model: Any = tiny("rotary", torch.float32)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        model.model.embed_tokens.weight.copy_(torch.eye(32)[:30])
+        model.model.norm.weight.fill_(1.0)
+        model.lm_head.weight.zero_()
+        for token, said in nexts.items():
+            model.lm_head.weight[said, token] = 100.0
+    found: PreTrainedModel = model
+    return found
 
 
 @pytest.mark.parametrize(
@@ -204,8 +203,7 @@ def test_a_row_ends_with_its_first_cause(
     tiny: Tiny, eos: list[int], stop_ids: tuple[int, ...], limit: int, said: list[int], stop: StopReason
 ) -> None:
     """The token that ends a completion is part of it; an end at the limit is an end; a sure token has log-prob 0."""
-    forced = Forced(tiny("rotary", torch.float32), {1: 5, 5: 6, 6: 7, 7: 8, 8: 5})
-    policy = TransformersPolicy(forced, eos_ids=eos)  # type: ignore[arg-type]
+    policy = TransformersPolicy(forced(tiny, {1: 5, 5: 6, 6: 7, 7: 8, 8: 5}), eos_ids=eos)
     [answer] = policy.complete(requests_of([[1]], n=limit, stop_ids=stop_ids))
     assert (answer.tokens.tolist(), answer.stop) == (said, stop)
     assert answer.log_probs.tolist() == [0.0] * len(said)
@@ -239,11 +237,12 @@ def test_no_requests_no_answers(tiny: Tiny) -> None:
 
 
 def test_weights_that_are_nan_are_refused(tiny: Tiny) -> None:
-    model = tiny("rotary", torch.float32)
+    policy = TransformersPolicy(tiny("rotary", torch.float32))
+    list(policy.complete(requests_of([[1]])))
     with torch.no_grad():
-        model.get_output_embeddings().weight[3] = torch.nan
+        policy.model.get_output_embeddings().weight[3] = torch.nan
     with pytest.raises(ModelError, match="no distribution"):
-        list(TransformersPolicy(model).complete(requests_of([[1]])))
+        list(policy.complete(requests_of([[1]])))
 
 
 def test_tokens_carry_the_version_of_the_weights(tiny: Tiny) -> None:
@@ -263,6 +262,7 @@ def test_dropout_is_off_though_somebody_trained_in_between(tiny: Tiny) -> None:
 def test_sampling_touches_no_global_random_state_and_builds_no_graph(tiny: Tiny) -> None:
     model, inside = tiny("rotary", torch.float32), set[bool]()
     policy = TransformersPolicy(model)
+    list(policy.complete(requests_of([[1]], n=1)))  # finds out what the model bears, gradients included
     handle = model.register_forward_pre_hook(lambda module, args: inside.add(torch.is_grad_enabled()))
     before = torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())
     stream = policy.complete(requests_of(PROMPTS))
@@ -274,15 +274,122 @@ def test_sampling_touches_no_global_random_state_and_builds_no_graph(tiny: Tiny)
     assert (torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())) == before
 
 
-def test_each_distinct_prefix_is_prefilled_once(tiny: Tiny) -> None:
+def test_each_distinct_token_of_the_prompts_runs_once(tiny: Tiny) -> None:
+    """PROMPTS hold 5 distinct ones, and [1, 5, 6, 7] goes on from [1, 5, 6]: 3 + 1 + 1 + 4 + 11 tokens."""
     model = tiny("rotary", torch.float32)
-    policy, shapes = TransformersPolicy(model), []
+    policy, shapes = TransformersPolicy(model, eos_ids=[]), []
+    list(policy.complete(requests_of([[1]], n=1)))  # finds out what the model bears
+    assert policy.tokens_computed == 1
+    layer = model.get_decoder().layers[0]
+    handle = layer.register_forward_pre_hook(lambda module, args: shapes.append(tuple(args[0].shape[:2])))
+    list(policy.complete(requests_of(PROMPTS, n=3)))
+    handle.remove()
+    assert shapes == [(1, 20), (1, 8), (1, 8)]
+    assert policy.tokens_computed == 1 + 20 + 8 + 8
+
+
+def test_only_rows_that_go_on_are_run(tiny: Tiny) -> None:
+    """Four rows of 1, 2, 4 and 4 tokens after one prompt of three: the last token of a row is never run."""
+    policy = TransformersPolicy(tiny("rotary", torch.float32), eos_ids=[])
+    limits = [1, 2, 4, 4]
+    requests = [Request(i, torch.tensor([1, 5, 6]), Sampling(n), Draw(0, 0, i)) for i, n in enumerate(limits)]
+    assert [answer.row for answer in policy.complete(requests)][:2] == [0, 1]  # as they end
+    assert policy.tokens_computed == 3 + sum(n - 1 for n in limits)
+
+
+def test_prompts_of_one_length_share_a_pass_where_keys_are_not_shared(tiny: Tiny) -> None:
+    """A BLOOM: lengths 1, 3, 4, 4 and 11, each with its distinct prompts once."""
+    model = tiny("alibi", torch.float32)
+    policy, shapes = TransformersPolicy(model, eos_ids=[]), []
+    list(policy.complete(requests_of([[1]], n=1)))
     handle = model.register_forward_pre_hook(
         lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
     )
-    list(policy.complete(requests_of(PROMPTS, n=2)))
+    answers = answers_to(policy, requests_of(PROMPTS, n=2))
     handle.remove()
-    assert shapes[0] == (5, 11)  # 5 distinct prompts of 8, the longest of 11 tokens
+    assert shapes == [(1, 1), (1, 1), (1, 3), (4, 1), (2, 4), (2, 1), (1, 11), (1, 1)]
+    assert [len(answer.tokens) for answer in answers] == [2] * 8
+
+
+def test_a_stop_string_ends_a_row_with_the_token_that_completes_it() -> None:
+    tokenizer = tiny_tokenizer()
+    model = tiny_llama(tokenizer, layers=1)
+    prompt = torch.tensor(tokenizer("2+2=")["input_ids"])
+    free, *_ = TransformersPolicy(model, eos_ids=[]).complete([Request(0, prompt, Sampling(12), Draw(0, 0, 0))])
+    text = tokenizer.decode(free.tokens)
+    stop = text[3:5]
+    end = text.index(stop) + 2
+    requests = [
+        Request(0, prompt, Sampling(12, stop=(stop,)), Draw(0, 0, 0)),
+        Request(1, prompt, Sampling(12, stop=("not there",)), Draw(0, 0, 0)),
+        Request(2, prompt, Sampling(12), Draw(0, 0, 0)),
+    ]
+    stopped, *others = answers_to(TransformersPolicy(model, eos_ids=[], tokenizer=tokenizer), requests)
+    assert (stopped.tokens.tolist(), stopped.stop) == (free.tokens[:end].tolist(), StopReason.STOP)
+    assert words(others) == words([free, free])
+    with pytest.raises(ModelError, match=r"row 0 has stop strings.*no tokenizer"):
+        list(TransformersPolicy(model).complete(requests))
+
+
+def test_a_support_cuts_the_row_that_asks_for_it_alone(tiny: Tiny) -> None:
+    """With top_k=1 the likeliest token comes each time, at log-prob 0; its neighbour draws as it would alone."""
+    policy = TransformersPolicy(tiny("rotary", torch.float32), eos_ids=[])
+    samplings = [Sampling(6, top_k=1), Sampling(3, top_p=0.5), Sampling(6), Sampling(6, 0.0)]
+    requests = [Request(i, torch.tensor([1, 5]), sampling, Draw(0, 0, 1)) for i, sampling in enumerate(samplings)]
+    together = answers_to(policy, requests)
+    assert words(together) == words([next(policy.complete([request])) for request in requests])
+    assert together[0].log_probs.tolist() == [0.0] * 6
+    assert together[0].tokens.tolist() == together[3].tokens.tolist()
+
+
+def test_autocast_samples_from_what_it_runs(tiny: Tiny) -> None:
+    """Under autocast to bfloat16 log-probs are those of a row alone under autocast, to its rounding; none leaks out."""
+    model = tiny("rotary", torch.float32)
+    policy = TransformersPolicy(model, eos_ids=[], autocast=torch.bfloat16)
+    requests = requests_of(PROMPTS, n=6)
+    stream = policy.complete(requests)
+    first = next(stream)
+    assert not torch.is_autocast_enabled("cpu")
+    for answer in [first, *stream]:
+        path = torch.cat([requests[answer.row].tokens, answer.tokens])[None]
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            logits = model(path, use_cache=False).logits[0].float()
+        table = torch.log_softmax(logits[len(requests[answer.row].tokens) - 1 : -1], -1)
+        expected = table.gather(1, answer.tokens[:, None])[:, 0]
+        torch.testing.assert_close(answer.log_probs, expected, rtol=0.05, atol=0.1)
+
+
+def turning(kind: str, **options: Any) -> PreTrainedModel:
+    """A Llama of 64 positions whose rotary positions turn in another way from 16 (longrope) or 64 (dynamic) tokens."""
+    rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0, **options}
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    with torch.random.fork_rng():
+        return LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=30, max_position_embeddings=CONTEXT, rope_parameters=rope, eos_token_id=None, **sizes
+            )
+        )
+
+
+def test_a_row_that_would_turn_its_own_past_is_refused() -> None:
+    """Up to the length where positions turn, and beyond it from the start, it is right; across it, it is not."""
+    model = turning("longrope", original_max_position_embeddings=16, short_factor=[1.0] * 4, long_factor=[1.0, 2, 3, 4])
+    policy = TransformersPolicy(model)
+    requests = requests_of([[4] * 10, [5] * 17, [6] * 20], n=6)
+    for answer in policy.complete(requests):
+        path = torch.cat([requests[answer.row].tokens, answer.tokens])[None]
+        with torch.no_grad():
+            table = torch.log_softmax(model(path, use_cache=False).logits[0], -1)
+        expected = table[len(path[0]) - 7 : -1].gather(1, answer.tokens[:, None])[:, 0]
+        torch.testing.assert_close(answer.log_probs, expected, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ModelError, match=r'row 1: .* pass 16, where the "longrope"(.|\n)*at most 4'):
+        list(policy.complete(requests_of([[4] * 10, [4] * 12], n=5)))
+
+
+def test_positions_that_turn_with_every_length_end_at_the_context() -> None:
+    policy = TransformersPolicy(turning("dynamic"))
+    [answer] = policy.complete(requests_of([[4] * 60], n=9))
+    assert (len(answer.tokens), answer.stop) == (4, StopReason.CONTEXT)
 
 
 @pytest.mark.parametrize(("ids", "expected"), [(None, []), (4, [4]), ([4, 5], [4, 5]), (0, [0])])

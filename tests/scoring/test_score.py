@@ -15,9 +15,11 @@ from transformers import PreTrainedModel
 from ramet.errors import ForestError, ModelError
 from ramet.forest import Forest
 from ramet.scoring import Scores, score
+from ramet.scoring.check import Engine, PlainScoringWarning
+from ramet.scoring.counting import counted_saved, own_storages
 from ramet.scoring.head import token_log_probs
 from ramet.scoring.running import forward_logits
-from ramet.types import Kind
+from ramet.types import Kind, Support
 
 EOS = 2
 Tiny = Callable[..., PreTrainedModel]
@@ -156,7 +158,7 @@ def test_a_model_without_logits_to_keep_scores_the_same(tiny: Tiny, family: str)
         2,
         30,
     )
-    kept, bare = score(model, forest, max_tokens=40), score(Bare(model), forest, max_tokens=40)
+    kept, bare = (score(one, forest, max_tokens=40, engine="rows") for one in (model, Bare(model)))
     assert_close(bare.log_probs, kept.log_probs, 1e-10)
     for a, b in zip(
         gradients(weighted(bare.log_probs), model), gradients(weighted(kept.log_probs), model), strict=True
@@ -185,7 +187,7 @@ def test_any_forest_scores_as_its_rows_alone(
 ) -> None:
     """Tolerance 1e-10, float64."""
     with torch.no_grad():
-        found = score(MODEL, forest_of(*rows), max_tokens=max_tokens, chunk=chunk, temperature=0.7)
+        found = score(MODEL, forest_of(*rows), max_tokens=max_tokens, chunk=chunk, temperature=0.7, engine="rows")
         assert_close(found.log_probs, oracle(MODEL, forest_of(*rows), temperature=0.7)[0], 1e-10)
 
 
@@ -321,10 +323,86 @@ def test_what_is_shared_is_run_once(tiny: Tiny) -> None:
         forest_of(
             *same, ([1, 5], [(Kind.SAMPLED, [7]), (Kind.ENVIRONMENT, [20] * 6)]), ([1, 5], [(Kind.SAMPLED, [7])])
         ),
+        engine="rows",
     )
-    score(model, forest_of(([1, 5], [(Kind.SAMPLED, [7])]), *same))
+    score(model, forest_of(([1, 5], [(Kind.SAMPLED, [7])]), *same), engine="rows")
     handle.remove()
     assert shapes == [(1, 5), (1, 5)]
+
+
+# ---------------------------------------------------------------- engines
+
+SHARED = ([1, *[5] * 19], [[7, 8, 9], [6, 8], [4]])
+"""A prompt of 20 tokens and three answers; the last token of an answer is not run when prefixes are shared."""
+COMPUTED = {"flat": 20 + 2 + 1, "nodes": 20 + 2 * 2, "rows": 3 * 23}
+"""The distinct tokens; the same and one of padding; three rows, padded to the longest."""
+
+
+@pytest.mark.parametrize("engine", ["flat", "nodes", "rows"])
+def test_each_engine_gives_the_same_and_says_what_it_ran(tiny: Tiny, engine: Engine) -> None:
+    """Value and gradient, tolerance 1e-10, float64; tokens counted by hand, those of the reference not among them."""
+    model, (prompt, answers) = tiny("rotary64", torch.float64), SHARED
+    forest = forest_of(*((prompt, [(Kind.SAMPLED, answer)]) for answer in answers))
+    found = score(model, forest, engine=engine, reference=model, entropy=True)
+    expected = oracle(model, forest)
+    assert (found.engine, found.tokens_computed) == (engine, COMPUTED[engine])
+    assert found.entropy is not None
+    assert found.reference_log_probs is not None
+    assert_close(found.log_probs, expected[0], 1e-10)
+    assert_close(found.entropy, expected[1], 1e-10)
+    assert_close(found.reference_log_probs, expected[0], 1e-10)
+    for a, b in zip(gradients(weighted(found.log_probs), model), gradients(weighted(expected[0]), model), strict=True):
+        assert_close(a, b, 1e-10)
+
+
+@pytest.mark.parametrize(("family", "engine"), [("rotary", "flat"), ("absolute", "flat"), ("alibi", "nodes")])
+def test_the_engine_is_chosen_for_model_and_reference_each_for_itself(tiny: Tiny, family: str, engine: Engine) -> None:
+    """Tolerance 1e-5, float32."""
+    model, reference, forest = tiny("rotary", torch.float32), tiny(family, torch.float32), varied()
+    assert score(reference, forest).engine == engine
+    found = score(model, forest, reference=reference)
+    assert found.engine == "flat"
+    assert found.reference_log_probs is not None
+    assert_close(found.reference_log_probs, oracle(reference, forest)[0], 1e-5)
+
+
+def test_a_model_that_shares_nothing_is_scored_by_rows_and_says_so(tiny: Tiny) -> None:
+    """Tolerance 1e-10, float64."""
+    bare, forest = Bare(tiny("rotary", torch.float64)), varied()
+    with pytest.warns(PlainScoringWarning, match="Bare is scored row by row.*no config"):
+        found = score(bare, forest)
+    assert found.engine == "rows"
+    assert_close(found.log_probs, score(bare.inner, forest, engine="rows").log_probs, 1e-10)
+
+
+@pytest.mark.parametrize("engine", ["flat", "nodes", "rows"])
+def test_a_support_cuts_the_distribution(tiny: Tiny, engine: Engine) -> None:
+    """Greedy tokens have log-prob 0 under top-k 1, others that of two tokens; tolerance 1e-10, float64."""
+    model = tiny("absolute", torch.float64)
+    with torch.no_grad():
+        logits = model(ids(1, 5, 6)[None]).logits[0, -1].double()
+    best, other = logits.topk(2).indices.tolist()
+    forest = forest_of(([1, 5, 6], [(Kind.SAMPLED, [best])]), ([1, 5, 6], [(Kind.SAMPLED, [other])]))
+    found = score(model, forest, support=Support(top_k=1), engine=engine, entropy=True)
+    two = torch.log_softmax(logits[[best, other]], -1)
+    index = [int(forest.sampled([number]).index) for number in range(2)]
+    assert_close(found.log_probs[index].detach(), torch.stack([torch.zeros_like(two[1]), two[1]]), 1e-10)
+
+
+@pytest.mark.parametrize("engine", ["flat", "nodes", "rows"])
+def test_layers_that_are_computed_again_give_the_same(tiny: Tiny, engine: Engine) -> None:
+    """Value and gradient, tolerance 1e-10, float64; and less is kept."""
+    model, forest, kept = tiny("rotary64", torch.float64), varied(), []
+    found = []
+    for again in (False, True):
+        with counted_saved(own_storages(model)) as saved:
+            scores = score(model, forest, gradient_checkpointing=again, engine=engine)
+            kept.append(sum(saved.values()))
+        found.append((scores.log_probs.detach(), gradients(weighted(scores.log_probs), model)))
+    assert kept[1] < 0.6 * kept[0]
+    assert_close(found[1][0], found[0][0], 1e-10)
+    for a, b in zip(found[1][1], found[0][1], strict=True):
+        assert_close(a, b, 1e-10)
 
 
 def test_scoring_touches_no_global_random_state(tiny: Tiny) -> None:

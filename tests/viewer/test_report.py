@@ -155,6 +155,25 @@ def test_curves_hold_what_the_metrics_say_and_those_without_a_value_are_not_draw
 
 
 @pytest.mark.usefixtures("short_plotly")
+def test_the_tokens_of_an_update_are_drawn_beside_those_that_were_computed(tmp_path: Path) -> None:
+    """A step that trained on nothing has neither."""
+    with MetricsLog(tmp_path / "metrics.jsonl") as log:
+        log.append({"step": 1, "tokens_trained": 96, "tokens_computed": 24})
+        log.append({"step": 2, "trained_on": 0})
+        log.append({"step": 3, "tokens_trained": 80, "tokens_computed": 40})
+    page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
+    assert page.texts["h3"] == ["Tokens of an update"]
+    [figure] = curves(page)
+    assert figure["layout"]["showlegend"] is True
+    assert [(line["name"], line["x"], line["y"]) for line in figure["data"]] == [
+        ("of the rows trained on", [1, 3], [96, 80]),
+        ("computed, each prefix once", [1, 3], [24, 40]),
+    ]
+    [trained, computed] = figure["data"]
+    assert trained["line"]["color"] != computed["line"]["color"]
+
+
+@pytest.mark.usefixtures("short_plotly")
 def test_scores_before_and_after_are_drawn_from_the_summary_where_the_metrics_have_none(tmp_path: Path) -> None:
     write_run(tmp_path)
     with MetricsLog(tmp_path / "metrics.jsonl") as log:

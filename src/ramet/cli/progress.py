@@ -130,6 +130,10 @@ class Progress:
         left = self._seconds_left(event.step, steps, now)
         if left is not None and event.step < steps:
             parts.append(f"{duration(left)} left")
+        # Last, for a narrow terminal cuts the end off.
+        computed, trained = (event.metrics.get(key) for key in ("tokens_computed", "tokens_trained"))
+        if isinstance(computed, int) and isinstance(trained, int) and computed > 0:
+            parts.append(f"{computed} of {trained} tokens computed ({trained / computed:.1f}x saved)")
         self._line("  ".join(parts), last=event.step == steps)
 
     def _seconds_left(self, step: int, steps: int, now: float) -> float | None:

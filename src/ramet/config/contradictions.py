@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ramet.config.sections import KLConfig, LossConfig, ModelConfig, Section, TaskConfig, TrainConfig
+    from ramet.config.sections import KLConfig, LossConfig, ModelConfig, RolloutConfig, Section, TaskConfig, TrainConfig
 
 Contradiction = tuple[str, str]
 """What is wrong, and what to do."""
@@ -20,7 +20,9 @@ def contradictions(config: TrainConfig) -> Iterator[Contradiction]:
     """Yield (message, hint) for each setting that another one makes void or impossible."""
     yield from () if config.model is None else _of_the_model(config.model)
     yield from () if config.task is None else _of_the_task(config.task)
+    yield from _of_the_rollout(config.rollout)
     yield from _of_the_kl(config.kl)
+    yield from _of_the_kl_and_the_support(config)
     yield from _of_the_loss(config.loss)
     yield from _of_the_updates(config)
     yield from _of_the_steps(config)
@@ -49,6 +51,16 @@ def _of_the_task(task: TaskConfig) -> Iterator[Contradiction]:
             yield f'task.{key} is read by task.name = "file" only: found "{task.name}"', f"leave task.{key} out"
 
 
+def _of_the_rollout(rollout: RolloutConfig) -> Iterator[Contradiction]:
+    if rollout.top_k != 1:
+        return
+    for key in _changed(rollout, "temperature", "top_p", "min_p"):
+        yield (
+            f"rollout.{key} is void beside rollout.top_k = 1, which leaves one token at each place",
+            f"leave rollout.{key} out, or set rollout.top_k to 2 or more",
+        )
+
+
 def _of_the_kl(kl: KLConfig) -> Iterator[Contradiction]:
     if kl.coefficient == 0:
         for key in _changed(kl, "estimator", "place", "unbiased"):
@@ -73,6 +85,15 @@ def _of_the_kl(kl: KLConfig) -> Iterator[Contradiction]:
             "it adds noise and pulls nowhere",
             'set kl.estimator = "k3", or kl.unbiased = true',
         )
+
+
+def _of_the_kl_and_the_support(config: TrainConfig) -> Iterator[Contradiction]:
+    if config.kl.coefficient > 0 and config.kl.unbiased:
+        for key in _changed(config.rollout, "top_k", "top_p", "min_p"):
+            yield (
+                f"kl.unbiased is exact over whole distributions only: found rollout.{key}, which cuts them",
+                f"leave kl.unbiased or rollout.{key} out",
+            )
 
 
 def _of_the_loss(loss: LossConfig) -> Iterator[Contradiction]:
@@ -110,6 +131,11 @@ def _of_the_steps(config: TrainConfig) -> Iterator[Contradiction]:
             f"optimizer.warmup_steps = {config.optimizer.warmup_steps} is more than steps = {config.steps}: "
             "the learning rate would never be reached",
             f"set optimizer.warmup_steps to at most {config.steps}",
+        )
+    if config.rollout.top_k == 1:
+        yield (
+            "rollout.top_k = 1 teaches nothing: all completions of a prompt are the same one, with the log-prob 0",
+            "set rollout.top_k to 2 or more, or leave it out",
         )
     if config.rollout.group_size < 2 and (config.kl.coefficient == 0 or config.kl.place == "reward"):
         yield (

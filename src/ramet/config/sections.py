@@ -86,7 +86,20 @@ class RolloutConfig(Section):
     group_size: int = Field(default=8, ge=1, description="Completions of each prompt, which are compared.")
     max_new_tokens: int = Field(ge=1, description="Limit of a completion, the token that ends it included.")
     temperature: float = Field(default=1.0, gt=0, description="Of the samples trained on, and of their scoring.")
-    stop: list[str] = Field(default_factory=list, description="Strings that end a completion; each must be one token.")
+    top_k: int | None = Field(
+        default=None, ge=1, description="Sample, and score, among so many most probable tokens; absent: among all."
+    )
+    top_p: float = Field(
+        default=1.0, gt=0, le=1, description="Among the fewest most probable ones that have this share together."
+    )
+    min_p: float = Field(
+        default=0.0, ge=0, lt=1, description="Among those at least this many times as probable as the most probable."
+    )
+    stop: list[str] = Field(
+        default_factory=list,
+        description="Strings that end a completion, with the token that completes one; a string that is one token of "
+        "the model ends it as that token alone.",
+    )
     prompt_limit: int | None = Field(
         default=None, ge=1, description="Most tokens of a prompt; absent: what the model holds."
     )
@@ -156,8 +169,14 @@ class OptimizerConfig(Section):
     gradient_clip: float = Field(default=1.0, gt=0, description="Largest norm of a gradient.")
     updates_per_step: int = Field(default=1, ge=1, description="Minibatches that a step's rollouts are cut into.")
     epochs_per_step: int = Field(default=1, ge=1, description="Passes over a step's rollouts.")
-    micro_batch_tokens: int = Field(
-        default=8192, ge=1, description="Most tokens in a forward pass: changes memory, and results by rounding alone."
+    micro_batch_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="Most tokens in a forward pass, each shared prefix counted once; absent: what fits into memory. It "
+        "changes memory, and results by rounding alone.",
+    )
+    gradient_checkpointing: bool = Field(
+        default=False, description="Compute each layer again in the backward pass instead of keeping it: less memory."
     )
 
     @field_validator("betas")

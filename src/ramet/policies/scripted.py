@@ -28,8 +28,13 @@ class ScriptedPolicy(Policy):
         self._eos = eos_token_id
 
     def complete(self, requests: Sequence[Request]) -> Iterator[Completion]:
-        """Yield the script's answers, row by row."""
+        """Yield the script's answers, row by row; raise `ValueError` for a request with stop strings."""
         for request in requests:
+            if request.sampling.stop:
+                raise ValueError(
+                    f"row {request.row}: a script knows no texts, so it can not stop at {request.sampling.stop}: "
+                    "give stop_ids"
+                )
             tokens = list(self._script(request))[: request.sampling.max_new_tokens]
             if tokens and tokens[-1] == self._eos:
                 stop = StopReason.EOS

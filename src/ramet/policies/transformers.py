@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
-from transformers import DynamicCache
 
 from ramet.errors import ModelError
-from ramet.policies.draws import draw_tokens, uniforms
+from ramet.policies.decoding import CachedSteps, Row, SharedSteps, Steps, decode
+from ramet.policies.packed import PackedLinears, pays
 from ramet.policies.policy import Policy
-from ramet.scoring.running import autocast_context, forward_parameters
+from ramet.policies.stops import StopWatch, decoder_of
+from ramet.scoring.check import engine_of
+from ramet.scoring.lengths import text_config, turning_lengths
 from ramet.types import Completion, Request, StopReason
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 NO_TOKENS = torch.zeros(0, dtype=torch.int64)
 
@@ -26,8 +26,12 @@ class TransformersPolicy(Policy):
     """Sample from any Hugging Face causal model.
 
     `eos_ids` end a completion (None takes those of the model's generation config, then of its config); `rows_per_batch`
-    bounds how many rows decode together; `autocast` runs the model under torch's autocast. The model is put into `eval`
-    mode: with dropout the log-probs would be those of no model.
+    bounds how many rows decode together; `autocast` runs the model under torch's autocast; `tokenizer` is needed for
+    stop strings alone. The model is put into `eval` mode: with dropout the log-probs would be those of no model.
+
+    Rows share the keys of their prompts where the model bears it, which its first use finds out; another model's rows
+    run with the cache that comes with it, those with prompts of one length together. `tokens_computed` counts the
+    tokens that the model ran, those of prompts included.
 
     A prefix as long as the model's context gets an empty completion that stops with `PROMPT_TOO_LONG`.
     """
@@ -39,20 +43,26 @@ class TransformersPolicy(Policy):
         eos_ids: Sequence[int] | None = None,
         rows_per_batch: int = 256,
         autocast: torch.dtype | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
         if rows_per_batch < 1:
             raise ValueError(f"rows_per_batch must be at least 1: found {rows_per_batch}")
         self.model: PreTrainedModel = model.eval()  # type: ignore[no-untyped-call]
         self.eos_ids = frozenset(eos_ids_of(model) if eos_ids is None else eos_ids)
+        self.tokens_computed = 0
         self._rows_per_batch = rows_per_batch
         self._autocast = autocast
-        self._known = forward_parameters(model)
+        self._decode_text = None if tokenizer is None else decoder_of(tokenizer)
 
     def complete(self, requests: Sequence[Request]) -> Iterator[Completion]:
-        """Yield a completion for each request as it ends; raise `ModelError` for a row without tokens."""
+        """Yield a completion for each request as it ends.
+
+        Raises `ModelError` for a row without tokens, for stop strings without a tokenizer, and for a row that would
+        grow past a length at which the model's rotary positions turn in another way, its earlier tokens' included.
+        """
         self.model.eval()  # type: ignore[no-untyped-call]  # whoever trains may have switched it
         context = context_length(self.model)
-        ready = []
+        rows = []
         for request in requests:
             length = len(request.tokens)
             if length == 0:
@@ -63,114 +73,73 @@ class TransformersPolicy(Policy):
             if context is not None and length >= context:
                 yield Completion(request.row, NO_TOKENS, torch.zeros(0), StopReason.PROMPT_TOO_LONG, self.version)
             else:
-                ready.append(request)
-        for first in range(0, len(ready), self._rows_per_batch):
-            yield from self._complete_batch(ready[first : first + self._rows_per_batch], context)
-
-    def _complete_batch(self, requests: list[Request], context: int | None) -> Iterator[Completion]:
-        if self._autocast is None:
-            yield from self._decode(requests, context)
+                rows.append(self._row(request, context))
+        if not rows:
             return
-        # One context for all steps, for leaving it throws away the weights that it has cast. Nothing is yielded inside:
-        # whoever takes a completion would go on under autocast.
-        with autocast_context(self.model.device, self._autocast):
-            done = list(self._decode(requests, context))
-        yield from done
+        shares = self._shares(rows)
+        batches = self._batches(rows, shares)
+        packed = self._packed(batches)
+        for batch in batches:
+            yield from decode(self._steps(batch, shares, packed), batch, self.eos_ids, self.version, self._count)
 
-    @torch.no_grad()
-    def _decode(self, requests: list[Request], context: int | None) -> Iterator[Completion]:
-        rows = [_Decoding.start(request, context) for request in requests]
-        logits, cache, mask = self._prefill([request.tokens for request in requests])
-        step = 0
-        while rows:
-            points = torch.tensor([row.points[step] for row in rows], dtype=torch.float64, device=logits.device)
-            temperatures = torch.tensor([row.request.sampling.temperature for row in rows], device=logits.device)
-            tokens, log_probs = draw_tokens(logits, points, temperatures)
-            keep = []
-            for number, (row, token, log_prob) in enumerate(
-                zip(rows, tokens.tolist(), log_probs.tolist(), strict=True)
-            ):
-                stop = row.add(token, log_prob, self.eos_ids)
-                if stop is None:
-                    keep.append(number)
-                else:
-                    yield row.completion(stop, self.version)
-            if not keep:
-                return
-            if len(keep) < len(rows):
-                rows = [rows[number] for number in keep]
-                chosen = torch.tensor(keep, device=logits.device)
-                cache.reorder_cache(chosen)
-                mask, tokens = mask[chosen], tokens[chosen]
-            mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
-            logits = self._forward(tokens[:, None], mask, cache)
-            step += 1
-
-    def _prefill(self, prefixes: list[Tensor]) -> tuple[Tensor, Any, Tensor]:
-        """Run each distinct prefix once, left-padded, and hand its logits, cache and mask to all its rows."""
-        numbers: dict[tuple[int, ...], int] = {}
-        owner = [numbers.setdefault(tuple(prefix.tolist()), len(numbers)) for prefix in prefixes]
-        longest = max(len(prefix) for prefix in numbers)
-        ids = torch.zeros(len(numbers), longest, dtype=torch.int64)
-        mask = torch.zeros(len(numbers), longest, dtype=torch.int64)
-        for prefix, number in numbers.items():
-            ids[number, longest - len(prefix) :] = torch.tensor(prefix)
-            mask[number, longest - len(prefix) :] = 1
-        device = self.model.device
-        cache: Any = DynamicCache(config=self.model.config)
-        mask = mask.to(device)
-        logits = self._forward(ids.to(device), mask, cache)
-        chosen = torch.tensor(owner, device=device)
-        if len(owner) != len(numbers) or owner != sorted(owner):
-            cache.reorder_cache(chosen)
-        return logits[chosen], cache, mask[chosen]
-
-    def _forward(self, ids: Tensor, mask: Tensor, cache: Any) -> Tensor:
-        options: dict[str, Any] = {"cache" if "cache" in self._known else "past_key_values": cache}
-        if "position_ids" in self._known:
-            options["position_ids"] = (mask.cumsum(-1) - 1).clamp_min(0)[:, -ids.shape[1] :]
-        if "logits_to_keep" in self._known:
-            options["logits_to_keep"] = 1
-        output = self.model(input_ids=ids, attention_mask=mask, use_cache=True, **options)
-        logits: Tensor = output.logits[:, -1]
-        return logits
-
-
-@dataclass(slots=True)
-class _Decoding:
-    """One row while it decodes: what it has said, and how much more it may say."""
-
-    request: Request
-    limit: int
-    limit_reason: StopReason
-    points: Any
-    tokens: list[int]
-    log_probs: list[float]
-
-    @classmethod
-    def start(cls, request: Request, context: int | None) -> _Decoding:
+    def _row(self, request: Request, context: int | None) -> Row:
         limit, reason = request.sampling.max_new_tokens, StopReason.NEW_TOKENS
         if context is not None and context - len(request.tokens) < limit:
             limit, reason = context - len(request.tokens), StopReason.CONTEXT
-        return cls(request, limit, reason, uniforms(request.draw, limit), [], [])
+        for kind, turn in turning_lengths(text_config(self.model)).items():
+            if len(request.tokens) + limit > turn and not (kind == "longrope" and len(request.tokens) > turn):
+                raise ModelError(
+                    f"row {request.row}: its prompt of {len(request.tokens)} and up to {limit} new tokens pass {turn}, "
+                    f'where the "{kind}" rotary positions of {type(self.model).__name__} turn in another way, so that '
+                    "the log-probs of what was sampled before would be those of no model",
+                    hint=f"set max_new_tokens to at most {max(turn - len(request.tokens), 0)}",
+                )
+        stops = request.sampling.stop
+        if not stops:
+            return Row(request, limit, reason)
+        if self._decode_text is None:
+            raise ModelError(
+                f"row {request.row} has stop strings, {list(stops)}, and this policy has no tokenizer to see them with",
+                hint="TransformersPolicy(model, tokenizer=tokenizer)",
+            )
+        return Row(request, limit, reason, StopWatch(self._decode_text, stops))
 
-    def add(self, token: int, log_prob: float, eos_ids: frozenset[int]) -> StopReason | None:
-        self.tokens.append(token)
-        self.log_probs.append(log_prob)
-        if token in eos_ids:
-            return StopReason.EOS
-        if token in self.request.sampling.stop_ids:
-            return StopReason.STOP
-        return self.limit_reason if len(self.tokens) >= self.limit else None
+    def _batches(self, rows: list[Row], shares: bool) -> list[list[Row]]:
+        """Cut rows into batches that decode together; prompts that are the same or begin alike stand together."""
+        ordered = sorted(rows, key=lambda row: row.request.tokens.tolist())
+        groups = [ordered]
+        if not shares:
+            lengths = sorted({len(row.request.tokens) for row in rows})
+            groups = [[row for row in ordered if len(row.request.tokens) == length] for length in lengths]
+        size = self._rows_per_batch
+        return [group[first : first + size] for group in groups for first in range(0, len(group), size)]
 
-    def completion(self, stop: StopReason, version: int) -> Completion:
-        return Completion(
-            self.request.row,
-            torch.tensor(self.tokens, dtype=torch.int64),
-            torch.tensor(self.log_probs, dtype=torch.float32),
-            stop,
-            version,
-        )
+    def _shares(self, rows: list[Row]) -> bool:
+        """Whether the model is right with shared keys for rows of these lengths in one pass."""
+        if engine_of(self.model) != "flat":
+            return False
+        turns = turning_lengths(text_config(self.model)).values()
+        return not any(len(row.request.tokens) > turn for row in rows for turn in turns)
+
+    def _packed(self, batches: list[list[Row]]) -> PackedLinears | None:
+        steps = sum(max(row.limit for row in batch) - 1 for batch in batches)
+        rows = max(map(len, batches))
+        if not pays(steps, rows, next(self.model.parameters()).dtype, self._autocast):
+            return None
+        packed = PackedLinears(self.model, rows=rows, autocast=self._autocast)
+        return packed if len(packed) else None
+
+    def _steps(self, rows: list[Row], shares: bool, packed: PackedLinears | None) -> Steps:
+        numbers: dict[tuple[int, ...], int] = {}
+        owner = [numbers.setdefault(tuple(row.request.tokens.tolist()), len(numbers)) for row in rows]
+        prompts = [torch.tensor(prompt, dtype=torch.int64) for prompt in numbers]
+        if shares:
+            limit = max(row.limit for row in rows)
+            return SharedSteps(self.model, prompts, owner, limit, autocast=self._autocast, packed=packed)
+        return CachedSteps(self.model, torch.stack(prompts), owner, autocast=self._autocast, packed=packed)
+
+    def _count(self, tokens: int) -> None:
+        self.tokens_computed += tokens
 
 
 def eos_ids_of(model: PreTrainedModel) -> list[int]:

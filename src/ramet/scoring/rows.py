@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from ramet.errors import ForestError
 from ramet.forest import Forest
-from ramet.scoring.head import token_log_probs
+from ramet.scoring.head import CHUNK, token_log_probs
+from ramet.scoring.lengths import company, forget_lengths, text_config
+from ramet.scoring.recompute import recomputed
 from ramet.scoring.running import forward_logits
+from ramet.types import Support
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    temperature: float
-    entropy: bool
-    max_tokens: int | None
-    chunk: int
-    autocast: torch.dtype | None
+    """How a forest is scored, whichever engine does it: see `score`."""
+
+    temperature: float = 1.0
+    entropy: bool = False
+    max_tokens: int | None = None
+    chunk: int = CHUNK
+    autocast: torch.dtype | None = None
+    gradient_checkpointing: bool = False
+    support: Support | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,32 +65,57 @@ def rows_to_score(forest: Forest, rollouts: Sequence[int]) -> list[Row]:
     return rows
 
 
-def score_rows(model: nn.Module, forest: Forest, rows: list[Row], options: Options) -> tuple[Tensor, Tensor | None]:
+def score_rows(
+    model: nn.Module, forest: Forest, rollouts: Sequence[int], options: Options
+) -> tuple[Tensor, Tensor | None]:
+    """Return log-probs and entropies [number of tokens], NaN where nothing was asked for.
+
+    Where positions depend on the longest row of a pass, rows run beside their like alone; a token that rows of several
+    lengths share has then the log-prob that it has in the first of them.
+    """
     places, log_probs, entropies = [], [], []
-    for batch in _in_budget(rows, options.max_tokens):
-        logits, targets, place = _logits_at_wanted(model, forest, batch, options.autocast)
+    config = text_config(model)
+    for batch in _in_budget(rows_to_score(forest, rollouts), options.max_tokens, partial(company, config)):
+        forget_lengths(model)
+        with _layers_kept_or_not(model, options):
+            logits, targets, place = _logits_at_wanted(model, forest, batch, options.autocast)
         values, entropy = token_log_probs(
-            logits, targets, temperature=options.temperature, entropy=options.entropy, chunk=options.chunk
+            logits,
+            targets,
+            temperature=options.temperature,
+            entropy=options.entropy,
+            chunk=options.chunk,
+            support=options.support,
         )
         places.append(place)
         log_probs.append(values)
         entropies.append(entropy)
+    return spread(places, log_probs, entropies, len(forest.tokens))
+
+
+def spread(
+    places: list[Tensor], log_probs: list[Tensor], entropies: list[Tensor | None], total: int
+) -> tuple[Tensor, Tensor | None]:
+    """Put values of batches at their places among `total` tokens: float [total], NaN elsewhere."""
     if not places:
-        empty = torch.full((len(forest.tokens),), torch.nan)
-        return empty, empty.clone() if options.entropy else None
+        return torch.full((total,), torch.nan), torch.full((total,), torch.nan)
     where = torch.cat(places)
-    spread = [_spread(torch.cat(log_probs), where, len(forest.tokens))]
-    if options.entropy:
-        spread.append(_spread(torch.cat([e for e in entropies if e is not None]), where, len(forest.tokens)))
-    return spread[0], spread[1] if options.entropy else None
+    known = [entropy for entropy in entropies if entropy is not None]
+    return _spread(torch.cat(log_probs), where, total), _spread(torch.cat(known), where, total) if known else None
 
 
-def _in_budget(rows: list[Row], max_tokens: int | None) -> list[list[Row]]:
-    if max_tokens is None:
-        return [rows] if rows else []
+def _layers_kept_or_not(model: nn.Module, options: Options) -> contextlib.AbstractContextManager[object]:
+    if options.gradient_checkpointing and torch.is_grad_enabled():
+        return recomputed(model, contextlib.nullcontext)
+    return contextlib.nullcontext()
+
+
+def _in_budget(rows: list[Row], max_tokens: int | None, like: Callable[[int], tuple[int, ...]]) -> list[list[Row]]:
+    """Put rows into batches of at most `max_tokens` padded tokens, each of lengths of which `like` is the same."""
     batches: list[list[Row]] = []
     for row in sorted(rows, key=lambda row: len(row.index)):  # sorted, so little is padded; values do not depend on it
-        if batches and len(row.index) * (len(batches[-1]) + 1) <= max_tokens:
+        fits = max_tokens is None or (batches and len(row.index) * (len(batches[-1]) + 1) <= max_tokens)
+        if batches and fits and like(len(row.index)) == like(len(batches[-1][0].index)):
             batches[-1].append(row)
         else:
             batches.append([row])

@@ -32,6 +32,10 @@ CURVES = {
     "KL to the reference": {"kl": ""},
     "Entropy": {"entropy": ""},
     "Tokens per second": {"tokens_per_second": ""},
+    "Tokens of an update": {
+        "tokens_trained": "of the rows trained on",
+        "tokens_computed": "computed, each prefix once",
+    },
     "Sampler against trainer: KL": {"mismatch_kl": ""},
     "Sampler against trainer: largest log-ratio": {"mismatch_max": ""},
     "Gradient norm": {"grad_norm": ""},

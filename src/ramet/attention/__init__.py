@@ -1,0 +1,1 @@
+"""Attention over trees of tokens, and how it gets into stock models."""

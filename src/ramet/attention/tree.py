@@ -1,0 +1,259 @@
+"""Attention over a tree: each pair of a token and one of its ancestors is computed once, and no other.
+
+The blocks of a layout are computed one after the other and joined by their normalisers, as in
+https://arxiv.org/abs/2205.14135: the output of a token is the mean of its blocks' outputs, each weighted by the mass it
+holds of the softmax. Only queries, keys, values, the output and one normaliser per token and head are kept; the
+backward pass computes the probabilities again from the normaliser.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ramet.attention.blocks import Blocks, Rectangle, Squares
+
+SCORES = 2**20
+"""How many scores of one rectangle exist at once: bounds memory, and keeps them in the cache of a CPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a model's attention does besides softmax(q k): `scale` of the products, and a bound `softcap` of them."""
+
+    scale: float
+    softcap: float | None = None
+
+
+def tree_attention(
+    query: Tensor, key: Tensor, value: Tensor, blocks: Blocks, shape: Shape, sinks: Tensor | None = None
+) -> Tensor:
+    """Return the attention output [T, Hq, E] of `query` [Hq, T, D], `key` [Hk, T, D] and `value` [Hk, T, E].
+
+    Hq is a multiple of Hk; query head h reads key head h // (Hq / Hk). `sinks` float [Hq] are scores of nothing, which
+    take their share of each softmax.
+    """
+    kind = query.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
+    run: Any = _TreeAttention.apply
+    with torch.autocast(kind, enabled=False):
+        output: Tensor = run(query.to(dtype), key.to(dtype), value.to(dtype), sinks, blocks, shape)
+    return output
+
+
+class _TreeAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, blocks: Blocks, shape: Shape
+    ) -> Tensor:
+        q, k, v = _by_key_head(query, len(key), shape.scale), key.contiguous(), value.contiguous()
+        heads, total, shared, _ = q.shape
+        out = torch.zeros(heads, total, shared, v.shape[-1], dtype=_wide(v), device=v.device)
+        mass = torch.full(out.shape[:-1], -torch.inf, dtype=out.dtype, device=v.device)
+        for square in blocks.squares:
+            scores, values = _square_scores(q, k, v, square, shape)
+            partial, normaliser = _softmax(scores, values)
+            _put(out, square, partial.view(heads, -1, shared, values.shape[-1]))
+            _put(mass, square, normaliser.view(heads, -1, shared))
+        for part in _in_pieces(blocks.rectangles, heads * shared):
+            partial, normaliser = _softmax(_rectangle_scores(q, k, part, shape), v[:, part.keys])
+            _join(out, mass, part, partial, normaliser)
+        if sinks is not None:
+            whole = torch.logaddexp(mass, _by_head(sinks, heads).to(mass))
+            out *= (mass - whole).exp_()[..., None]
+            mass = whole
+        ctx.save_for_backward(query, key, value, sinks, out, mass)
+        ctx.blocks, ctx.shape = blocks, shape
+        return out.transpose(0, 1).reshape(total, heads * shared, v.shape[-1]).to(value.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, sinks, out, mass = ctx.saved_tensors
+        shape: Shape = ctx.shape
+        q, k, v = _by_key_head(query, len(key), shape.scale), key.contiguous(), value.contiguous()
+        heads, total, shared, _ = q.shape
+        g = gradient.view(total, heads, shared, v.shape[-1]).transpose(0, 1).contiguous()
+        inner = (g * out).sum(-1)
+        given = _Given(q, k, v, g, mass, inner)
+        dq, dk, dv = (torch.zeros_like(tensor, dtype=out.dtype) for tensor in (q, k, v))
+        into = _Given(dq, dk, dv, g, mass, inner)
+        for square in ctx.blocks.squares:
+            _square_backward(square, given, into, shape)
+        for part in _in_pieces(ctx.blocks.rectangles, heads * shared):
+            _rectangle_backward(part, given, into, shape)
+        d_sinks = None
+        if sinks is not None:
+            share = (_by_head(sinks, heads).to(mass) - mass).exp()
+            d_sinks = -(share * inner).sum(1).flatten().to(sinks.dtype)
+        d_query = torch.empty_like(query)
+        torch.mul(into.q.transpose(1, 2), shape.scale, out=d_query.view(heads, shared, *query.shape[1:]))
+        return d_query, into.k.to(key.dtype), into.v.to(value.dtype), d_sinks, None, None
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """Queries [Hk, T, R, D], keys [Hk, T, D], values [Hk, T, E], and of the output [Hk, T, R, E] what came back.
+
+    `mass` [Hk, T, R] are the normalisers, `inner` [Hk, T, R] the products of the output with its gradient `g`.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    mass: Tensor
+    inner: Tensor
+
+
+def _by_key_head(query: Tensor, heads: int, scale: float) -> Tensor:
+    """Lay queries [Hq, T, D] out as [Hk, T, Hq / Hk, D], scaled: a run of tokens is then one matrix per key head."""
+    grouped = query.view(heads, len(query) // heads, *query.shape[1:]).transpose(1, 2)
+    return torch.mul(grouped, scale, out=torch.empty(grouped.shape, dtype=query.dtype, device=query.device))
+
+
+def _by_head(sinks: Tensor, heads: int) -> Tensor:
+    return sinks.view(heads, 1, -1)
+
+
+def _flat(tensor: Tensor, part: slice) -> Tensor:
+    """Return tokens of [Hk, T, R] or [Hk, T, R, E] as matrices [Hk, n * R] or [Hk, n * R, E], without a copy."""
+    return tensor[:, part].flatten(1, 2)
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def _capped(scores: Tensor, shape: Shape) -> Tensor:
+    return scores if shape.softcap is None else (scores / shape.softcap).tanh_().mul_(shape.softcap)
+
+
+def _softmax(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the outputs of a block by itself, and the logs of its masses; `scores` are used up."""
+    top = scores.amax(-1, keepdim=True)
+    top.clamp_min_(torch.finfo(top.dtype).min)  # where nothing is attended to, the mass is as good as none
+    weights = scores.sub_(top).exp_()
+    mass = weights.sum(-1, keepdim=True)
+    partial = (weights.to(values.dtype) @ values).to(mass.dtype)
+    partial /= mass.clamp_min(torch.finfo(mass.dtype).tiny)
+    return partial, top.add_(mass.log_()).squeeze(-1)
+
+
+def _square_scores(q: Tensor, k: Tensor, v: Tensor, square: Squares, shape: Shape) -> tuple[Tensor, Tensor]:
+    """Return scores [Hk * N, S * R, S] and values [Hk * N, S, E] of a batch of squares."""
+    rows, keys, values = (_gathered(tensor, square) for tensor in (q, k, v))
+    scores = _capped((rows @ keys.transpose(1, 2)).to(_wide(q)), shape)
+    _hide(scores, square, len(q))
+    return scores, values
+
+
+def _hide(scores: Tensor, square: Squares, heads: int) -> None:
+    number, side = square.index.shape
+    scores.view(heads, number, side, -1, side).masked_fill_(square.hidden[:, :, None, :], -torch.inf)
+
+
+def _gathered(tensor: Tensor, square: Squares) -> Tensor:
+    """Return the tokens of squares, of [Hk, T, (R,) D], as matrices [Hk * N, S (* R), D]."""
+    return tensor.index_select(1, square.flat).reshape(len(tensor) * len(square.index), -1, tensor.shape[-1])
+
+
+def _put(into: Tensor, square: Squares, found: Tensor) -> None:
+    """Write [Hk, N * S, ...] to the tokens [Hk, T, ...] of squares."""
+    if square.filled is None:
+        into.index_copy_(1, square.flat, found)
+    else:
+        into.index_copy_(1, square.flat[square.filled], found.index_select(1, square.filled))
+
+
+def _rectangle_scores(q: Tensor, k: Tensor, part: Rectangle, shape: Shape) -> Tensor:
+    scores = _capped((_flat(q, part.queries) @ k[:, part.keys].transpose(1, 2)).to(_wide(q)), shape)
+    if part.hidden is not None:
+        scores.view(len(q), -1, q.shape[2], scores.shape[-1]).masked_fill_(part.hidden[:, None, :], -torch.inf)
+    return scores
+
+
+def _join(out: Tensor, mass: Tensor, part: Rectangle, partial: Tensor, normaliser: Tensor) -> None:
+    """Add a block's output, of which `normaliser` is the log of its mass, to what the queries have so far."""
+    before, so_far = mass[:, part.queries], out[:, part.queries]
+    added = normaliser.view(before.shape)
+    whole = torch.logaddexp(before, added)
+    so_far *= (before - whole).exp_()[..., None]
+    so_far += partial.view(so_far.shape).mul_((added - whole).exp_()[..., None])
+    before.copy_(whole)
+
+
+def _in_pieces(rectangles: list[Rectangle], heads: int) -> Iterator[Rectangle]:
+    """Cut rectangles into runs of queries of at most SCORES scores."""
+    for whole in rectangles:
+        step = max(1, SCORES // (heads * (whole.keys.stop - whole.keys.start)))
+        for start in range(whole.queries.start, whole.queries.stop, step):
+            stop = min(start + step, whole.queries.stop)
+            begin = start - whole.queries.start
+            hidden = None if whole.hidden is None else whole.hidden[begin : begin + stop - start]
+            yield Rectangle(slice(start, stop), whole.keys, hidden)
+
+
+def _backward(
+    given: tuple[Tensor, ...], scores: Tensor, shape: Shape, capped: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of a block's queries, keys and values; `scores` less their normalisers are used up."""
+    rows, keys, values, upon, inner = given
+    p = scores.exp_()
+    dv = p.to(upon.dtype).transpose(1, 2) @ upon
+    ds = _less(upon, values, inner).mul_(p)
+    if capped is not None and shape.softcap is not None:  # tanh' = 1 - tanh^2; where p is 0, nothing comes back anyway
+        ds *= 1 - (capped / shape.softcap).square_()
+    ds = ds.to(rows.dtype)
+    return ds @ keys, ds.transpose(1, 2) @ rows, dv
+
+
+def _less(rows: Tensor, columns: Tensor, taken: Tensor) -> Tensor:
+    """Return rows @ columns^T - taken[..., None], in the precision of `taken`."""
+    if rows.dtype == taken.dtype:
+        start = taken.neg()[..., None].expand(-1, -1, columns.shape[1])
+        return torch.baddbmm(start, rows, columns.transpose(1, 2))
+    return (rows @ columns.transpose(1, 2)).to(taken.dtype).sub_(taken[..., None])
+
+
+def _rectangle_backward(part: Rectangle, given: _Given, into: _Given, shape: Shape) -> None:
+    rows, keys, values = _flat(given.q, part.queries), given.k[:, part.keys], given.v[:, part.keys]
+    mass = _flat(given.mass, part.queries)
+    capped = None
+    if shape.softcap is None:
+        scores = _less(rows, keys, mass)
+    else:
+        capped = _capped((rows @ keys.transpose(1, 2)).to(mass.dtype), shape)
+        scores = capped - mass[..., None]
+    if part.hidden is not None:
+        scores.view(len(keys), -1, given.q.shape[2], scores.shape[-1]).masked_fill_(part.hidden[:, None, :], -torch.inf)
+    upon, inner = _flat(given.g, part.queries), _flat(given.inner, part.queries)
+    dq, dk, dv = _backward((rows, keys, values, upon, inner), scores, shape, capped)
+    target = into.q[:, part.queries]
+    target += dq.view(target.shape)
+    into.k[:, part.keys] += dk
+    into.v[:, part.keys] += dv
+
+
+def _square_backward(square: Squares, given: _Given, into: _Given, shape: Shape) -> None:
+    rows, keys, values, upon = (_gathered(tensor, square) for tensor in (given.q, given.k, given.v, given.g))
+    mass, inner = (_gathered(tensor[..., None], square).squeeze(-1) for tensor in (given.mass, given.inner))
+    if square.filled is not None:  # padding is a token again: it sends nothing back
+        real = square.real.view(1, -1, 1, 1)
+        upon = (upon.view(len(given.q), real.shape[1], -1, upon.shape[-1]) * real).view_as(upon)
+        inner = (inner.view(len(given.q), real.shape[1], -1) * real[..., 0]).view_as(inner)
+    capped = None
+    if shape.softcap is None:
+        scores = _less(rows, keys, mass)
+    else:
+        capped = _capped((rows @ keys.transpose(1, 2)).to(mass.dtype), shape)
+        scores = capped - mass[..., None]
+    _hide(scores, square, len(given.q))
+    found = _backward((rows, keys, values, upon, inner), scores, shape, capped)
+    for total, part in zip((into.q, into.k, into.v), found, strict=True):
+        total.index_add_(1, square.flat, part.to(total.dtype).view(len(total), len(square.flat), *total.shape[2:]))
