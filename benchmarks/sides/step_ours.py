@@ -27,11 +27,13 @@ from ramet.types import Key, Kind, Sample, Sampling
 
 def config_of(work: Work, *, steps: int, saving: bool) -> TrainConfig:
     """Return the settings that say the same as those of the peer; all others are the defaults."""
-    given: dict[str, Any] = {"learning_rate": 1e-6}
-    if saving:
-        if "gradient_checkpointing" not in OptimizerConfig.model_fields:
-            raise SystemExit("this version has no optimizer.gradient_checkpointing: there is no setting that saves")
-        given["gradient_checkpointing"] = True
+    # One tree at a time, or what is as large: more at once would be no faster and would hold more.
+    tree = work.prompt + work.rows // work.prompts * work.segment
+    given: dict[str, Any] = {
+        "learning_rate": 1e-6,
+        "gradient_checkpointing": saving,
+        "micro_batch_tokens": max(512, tree),
+    }
     return TrainConfig(
         seed=SEED,
         steps=steps,

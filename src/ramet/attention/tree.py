@@ -53,8 +53,9 @@ class _TreeAttention(torch.autograd.Function):
     ) -> Tensor:
         q, k, v = _by_key_head(query, len(key), shape.scale), key.contiguous(), value.contiguous()
         heads, total, shared, _ = q.shape
-        out = torch.zeros(heads, total, shared, v.shape[-1], dtype=_wide(v), device=v.device)
-        mass = torch.full(out.shape[:-1], -torch.inf, dtype=out.dtype, device=v.device)
+        # Every token is in one square: what is made here empty is full before a rectangle adds to it.
+        out = torch.empty(heads, total, shared, v.shape[-1], dtype=_wide(v), device=v.device)
+        mass = torch.empty(out.shape[:-1], dtype=out.dtype, device=v.device)
         for square in blocks.squares:
             scores, values = _square_scores(q, k, v, square, shape)
             partial, normaliser = _softmax(scores, values)
@@ -81,7 +82,7 @@ class _TreeAttention(torch.autograd.Function):
         g = gradient.view(total, heads, shared, v.shape[-1]).transpose(0, 1).contiguous()
         inner = (g * out).sum(-1)
         given = _Given(q, k, v, g, mass, inner)
-        dq, dk, dv = (torch.zeros_like(tensor, dtype=out.dtype) for tensor in (q, k, v))
+        dq, dk, dv = (torch.empty_like(tensor, dtype=out.dtype) for tensor in (q, k, v))
         into = _Given(dq, dk, dv, g, mass, inner)
         for square in ctx.blocks.squares:
             _square_backward(square, given, into, shape)
@@ -256,4 +257,4 @@ def _square_backward(square: Squares, given: _Given, into: _Given, shape: Shape)
     _hide(scores, square, len(given.q))
     found = _backward((rows, keys, values, upon, inner), scores, shape, capped)
     for total, part in zip((into.q, into.k, into.v), found, strict=True):
-        total.index_add_(1, square.flat, part.to(total.dtype).view(len(total), len(square.flat), *total.shape[2:]))
+        _put(total, square, part.to(total.dtype).view(len(total), len(square.flat), *total.shape[2:]))

@@ -13,6 +13,8 @@ from ramet.types import Support
 
 CHUNK = 1024
 """How many rows of logits are turned into log-probs at once: bounds the memory of the softmax, changes no value."""
+CACHED = 2**19
+"""How many logits a softmax looks at in one go: few enough to stay in the cache of a CPU between two operations."""
 LEAST = -1e4
 """Stands for log 0, whose product with a probability of 0 would be NaN; exp is 0 from far above it on."""
 
@@ -69,7 +71,7 @@ class _TokenLogProbs(torch.autograd.Function):
         dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
         values, normalisers, entropies, edge_values = (logits.new_empty(rows, dtype=dtype) for _ in range(4))
         edge_ids = torch.empty_like(targets)
-        for span in _spans(rows, chunk):
+        for span in _spans(logits, chunk):
             scaled, ids = scaled_logits(logits[span], divisor), targets[span]
             edge = None if cuts is None else edge_of(scaled, cuts)
             if edge is not None:
@@ -90,14 +92,16 @@ class _TokenLogProbs(torch.autograd.Function):
     def backward(ctx: Any, of_values: Tensor | None, of_entropies: Tensor | None) -> tuple[Tensor | None, ...]:
         logits, targets, normalisers, entropies, edge_values, edge_ids, divisor = ctx.saved_tensors
         gradient = torch.empty_like(logits)
-        for span in _spans(len(targets), ctx.chunk):
+        for span in _spans(logits, ctx.chunk):
             scaled, ids = scaled_logits(logits[span], divisor), targets[span]
             edge = Edge(edge_values[span], edge_ids[span]) if ctx.cut else None
-            log_p, p = _distribution(scaled, normalisers[span], _kept(scaled, ids, edge))
             pull = torch.zeros_like(normalisers[span]) if of_values is None else of_values[span]
-            if of_entropies is None:
-                of_scaled = p.mul_(-pull[:, None])
+            if of_entropies is None and edge is None:
+                of_scaled = (scaled - normalisers[span, None]).exp_().mul_(-pull[:, None])
+            elif of_entropies is None:
+                of_scaled = _distribution(scaled, normalisers[span], _kept(scaled, ids, edge))[1].mul_(-pull[:, None])
             else:
+                log_p, p = _distribution(scaled, normalisers[span], _kept(scaled, ids, edge))
                 log_p.add_(entropies[span, None]).mul_(of_entropies[span, None]).add_(pull[:, None])
                 of_scaled = p.mul_(log_p).neg_()
             of_scaled.scatter_add_(-1, ids[:, None], pull[:, None])
@@ -105,8 +109,11 @@ class _TokenLogProbs(torch.autograd.Function):
         return gradient, None, None, None, None, None
 
 
-def _spans(rows: int, chunk: int) -> list[slice]:
-    return [slice(first, min(first + chunk, rows)) for first in range(0, rows, chunk)]
+def _spans(logits: Tensor, chunk: int) -> list[slice]:
+    """Cut the rows of `logits` [M, V] into runs of at most `chunk`; on a CPU, into runs that stay in its cache."""
+    rows, width = logits.shape
+    step = chunk if logits.is_cuda else min(chunk, max(1, CACHED // max(1, width)))
+    return [slice(first, min(first + step, rows)) for first in range(0, rows, step)]
 
 
 def _kept(scaled: Tensor, targets: Tensor, edge: Edge | None) -> Tensor | None:

@@ -103,7 +103,49 @@ def _needed(forest: Forest, rollouts: Sequence[int]) -> tuple[list[int], dict[in
 
 
 def batches(forest: Forest, rollouts: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
-    """Cut `rollouts` into runs of at most `max_tokens` distinct tokens (a longer one goes alone)."""
+    """Cut `rollouts` into runs of at most `max_tokens` distinct tokens, between trees where a tree is not larger.
+
+    A rollout that is longer goes alone. Segments are counted whole, of which `flatten` may need less.
+    """
+    batch: list[int] = []
+    held = 0
+    for tree in _by_tree(forest, rollouts):
+        whole = _distinct(forest, tree)
+        if batch and held + whole > max_tokens:
+            yield batch
+            batch, held = [], 0
+        if whole <= max_tokens:
+            batch, held = batch + tree, held + whole
+            continue
+        pieces = list(_pieces(forest, tree, max_tokens))
+        yield from pieces[:-1]
+        batch, held = pieces[-1], _distinct(forest, pieces[-1])
+    if batch:
+        yield batch
+
+
+def _by_tree(forest: Forest, rollouts: Sequence[int]) -> list[list[int]]:
+    """Group neighbours whose paths begin with the same node."""
+    trees: list[list[int]] = []
+    before: int | None = None
+    for number in rollouts:
+        root = ROOT
+        for node in forest.ancestors(forest.rollouts[number].end):
+            if node != ROOT:
+                root = node
+        if root != before:
+            trees.append([])
+        trees[-1].append(number)
+        before = root
+    return trees
+
+
+def _distinct(forest: Forest, rollouts: Sequence[int]) -> int:
+    nodes = {node for number in rollouts for node in forest.ancestors(forest.rollouts[number].end)}
+    return sum(len(forest.nodes.segment(node)) for node in nodes)
+
+
+def _pieces(forest: Forest, rollouts: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
     batch: list[int] = []
     seen: set[int] = set()
     held = 0
@@ -118,5 +160,4 @@ def batches(forest: Forest, rollouts: Sequence[int], max_tokens: int) -> Iterato
         batch.append(number)
         seen.update(fresh)
         held += size
-    if batch:
-        yield batch
+    yield batch
