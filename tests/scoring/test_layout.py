@@ -192,7 +192,7 @@ def test_no_rollouts_are_no_batch() -> None:
 
 
 def test_batches_are_cut_between_trees_where_a_tree_fits() -> None:
-    """Trees of 4 + 2 x 3 = 10 tokens under a budget of 15: one tree a batch, where the room that is left is not used."""
+    """Trees of 4 + 2 x 3 = 10 tokens under a budget of 15: one tree a batch, and room that is left stays unused."""
     forest = Forest()
     for group in range(3):
         prompt = torch.tensor([10 * group, 1, 2, 3])
