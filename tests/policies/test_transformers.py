@@ -412,3 +412,35 @@ def test_the_context_is_the_number_of_positions(tiny: Tiny) -> None:
 def test_rows_per_batch_is_at_least_one(tiny: Tiny) -> None:
     with pytest.raises(ValueError, match="rows_per_batch"):
         TransformersPolicy(tiny("rotary", torch.float32), rows_per_batch=0)
+
+
+def test_weights_that_change_between_two_batches_are_those_that_are_sampled_from(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers are packed anew for each batch: the second completion is scored the same by the weights of its version."""
+    monkeypatch.setattr("ramet.policies.packed.WORTH", 1)
+    monkeypatch.setattr("ramet.policies.transformers.pays", lambda *_: True)
+    model = tiny("rotary", torch.float32)
+    policy = TransformersPolicy(model, eos_ids=[], rows_per_batch=1)
+    requests = requests_of([[1, 5, 9], [1, 6, 7]], n=5)
+    completions = policy.complete(requests)
+    next(completions)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    policy.version = 1
+    second = next(completions)
+    assert second.version == 1
+    forest = Forest()
+    numbers = forest.plant([requests[second.row].tokens], groups=[0], members=[0])
+    forest.grow(numbers, [second.tokens], Kind.SAMPLED, log_probs=[second.log_probs], versions=[1])
+    index = forest.sampled(numbers).index
+    torch.testing.assert_close(score(model, forest).log_probs[index].detach(), second.log_probs, rtol=0, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+def test_an_adapter_of_learned_tokens_is_refused(tiny: Tiny) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    with pytest.raises(ModelError, match="learned tokens before every prompt"):
+        TransformersPolicy(peft.get_peft_model(tiny("rotary", torch.float32), config))

@@ -156,22 +156,30 @@ def test_the_check_leaves_the_model_and_random_numbers_as_they_were(name: str, d
             assert str(now) == str(was)
 
 
-def test_coarse_products_are_switched_off_for_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("api", ["old", "new"])
+def test_coarse_products_are_switched_off_for_the_check(monkeypatch: pytest.MonkeyPatch, api: str) -> None:
+    """Torch has two ways of allowing them, and reading one after the other was used is an error."""
     found: list[str] = []
+    products: Any = torch.backends.mkldnn
+    products = products.matmul
 
     def engine(*given: Any) -> tuple[Tensor, Tensor | None]:
-        found.append(torch.get_float32_matmul_precision())
+        found.append(products.fp32_precision)
         return score_rows(*given)
 
     monkeypatch.setattr(check, "_SHARING", {"flat": engine})
-    before = torch.get_float32_matmul_precision()
+    before = products.fp32_precision, torch.backends.cuda.matmul.fp32_precision
     try:
-        torch.set_float32_matmul_precision("medium")
+        if api == "old":
+            torch.set_float32_matmul_precision("medium")
+        else:
+            products.fp32_precision = torch.backends.cuda.matmul.fp32_precision = "tf32"
+        allowed = products.fp32_precision, torch.backends.cuda.matmul.fp32_precision
         engine_of(zoo.named("Llama").build())
-        assert torch.get_float32_matmul_precision() == "medium"
+        assert (products.fp32_precision, torch.backends.cuda.matmul.fp32_precision) == allowed
     finally:
-        torch.set_float32_matmul_precision(before)
-    assert found == ["highest"]
+        products.fp32_precision, torch.backends.cuda.matmul.fp32_precision = before
+    assert found == ["ieee"]
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
@@ -190,7 +198,7 @@ def test_a_frozen_model_is_checked_by_its_values_and_again_when_it_is_trained(mo
     next(model.parameters()).requires_grad_(True)
     assert choice_of(model).engine == "nodes"
     model.requires_grad_(False)
-    assert choice_of(model).engine == "nodes"  # what is known of gradients stays known
+    assert choice_of(model).engine == "flat"  # it has no gradients that could be wrong
 
 
 # ---------------------------------------------------------------- when it looks

@@ -302,7 +302,7 @@ class PrefixStore:
 def _run_twice(layer: nn.Module) -> ModelError:
     return ModelError(
         f"{type(layer).__name__}: expected every attention layer to run once in each pass, found one that does not",
-        hint="this model can not be generated from with shared keys; generate from it by rows",
+        hint="such a model can be scored and trained; sample from it by a policy of your own (ramet.Policy)",
     )
 
 

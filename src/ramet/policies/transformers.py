@@ -47,6 +47,13 @@ class TransformersPolicy(Policy):
     ) -> None:
         if rows_per_batch < 1:
             raise ValueError(f"rows_per_batch must be at least 1: found {rows_per_batch}")
+        prompt_learning = getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False)
+        if prompt_learning:
+            raise ModelError(
+                "the model's adapter puts learned tokens before every prompt, which its cache counts as positions: "
+                "what would be sampled has other log-probs than it is scored with",
+                hint="use an adapter of the weights, such as LoRA",
+            )
         self.model: PreTrainedModel = model.eval()  # type: ignore[no-untyped-call]
         self.eos_ids = frozenset(eos_ids_of(model) if eos_ids is None else eos_ids)
         self.tokens_computed = 0
@@ -78,8 +85,9 @@ class TransformersPolicy(Policy):
             return
         shares = self._shares(rows)
         batches = self._batches(rows, shares)
-        packed = self._packed(batches)
         for batch in batches:
+            # Packed anew for each batch: whoever takes a completion may change the weights before the next.
+            packed = self._packed(batch)
             yield from decode(self._steps(batch, shares, packed), batch, self.eos_ids, self.version, self._count)
 
     def _row(self, request: Request, context: int | None) -> Row:
@@ -121,12 +129,11 @@ class TransformersPolicy(Policy):
         turns = turning_lengths(text_config(self.model)).values()
         return not any(len(row.request.tokens) > turn for row in rows for turn in turns)
 
-    def _packed(self, batches: list[list[Row]]) -> PackedLinears | None:
-        steps = sum(max(row.limit for row in batch) - 1 for batch in batches)
-        rows = max(map(len, batches))
-        if not pays(steps, rows, next(self.model.parameters()).dtype, self._autocast):
+    def _packed(self, batch: list[Row]) -> PackedLinears | None:
+        steps = max(row.limit for row in batch) - 1
+        if not pays(steps, len(batch), next(self.model.parameters()).dtype, self._autocast):
             return None
-        packed = PackedLinears(self.model, rows=rows, autocast=self._autocast)
+        packed = PackedLinears(self.model, rows=len(batch), autocast=self._autocast)
         return packed if len(packed) else None
 
     def _steps(self, rows: list[Row], shares: bool, packed: PackedLinears | None) -> Steps:

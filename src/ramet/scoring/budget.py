@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -77,6 +78,9 @@ def _measure(model: nn.Module, training: bool, gradient_checkpointing: bool, aut
     engine = choice_of(model, gradient_checkpointing=gradient_checkpointing).engine
     layers = max(1, getattr(config, "num_hidden_layers", 1))
     plain = _kept(model, vocabulary, engine, Options(autocast=autocast))
+    if engine == "rows":
+        # Rows have logits at every position behind their prompt, and there the small tree has few: two numbers each.
+        plain = replace(plain, token=plain.token + 2 * 4 * vocabulary)
     head = LOGIT_BYTES * max(LOGITS, vocabulary)
     if not training:
         # Nothing is kept, but for the logits of rows; what exists at once is one layer's.
@@ -84,6 +88,8 @@ def _measure(model: nn.Module, training: bool, gradient_checkpointing: bool, aut
     if not gradient_checkpointing:
         return Needs(plain.token, plain.fixed + head)
     kept = _kept(model, vocabulary, engine, Options(autocast=autocast, gradient_checkpointing=True))
+    if engine == "rows":
+        kept = replace(kept, token=kept.token + 2 * 4 * vocabulary)
     return Needs(kept.token + plain.token / layers, kept.fixed + head)  # and one layer, computed again
 
 

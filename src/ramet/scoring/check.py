@@ -142,8 +142,9 @@ def state_of(model: nn.Module) -> tuple[Any, ...]:
     configs = (getattr(model, "config", None), text_config(model))
     described = tuple(repr(vars(config)) for config in configs if config is not None)  # attention included
     parameters = list(model.parameters())
+    trained = sum(parameter.requires_grad for parameter in parameters)
     kinds = frozenset((parameter.dtype, parameter.device.type) for parameter in parameters)
-    return described, sum(1 for _ in model.modules()), len(parameters), kinds
+    return described, sum(1 for _ in model.modules()), len(parameters), trained, kinds
 
 
 def _say(model: nn.Module, choice: Choice, reach: int) -> None:
@@ -262,23 +263,37 @@ def _find_out(model: nn.Module, reach: int, limit: int | None, gradient_checkpoi
 def at_rest(model: nn.Module) -> Iterator[None]:
     """Switch dropout, autocast, no_grad and products of less than float32 off; put everything back as it was."""
     training = [module for module in model.modules() if module.training]
-    device, precision = next(model.parameters()).device, torch.get_float32_matmul_precision()
+    device = next(model.parameters()).device
     for module in training:
         module.training = False
     try:
-        torch.set_float32_matmul_precision("highest")
         with (
             torch.inference_mode(False),
             torch.enable_grad(),
             torch.autocast(device.type, enabled=False),
+            _exact_products(),
             _exact_convolutions(device),
         ):
             yield
     finally:
-        torch.set_float32_matmul_precision(precision)
         for module in training:
             module.training = True
         forget_lengths(model)
+
+
+@contextlib.contextmanager
+def _exact_products() -> Iterator[None]:
+    """Let products of float32 matrices be of float32, whatever a user allowed; put each permission back."""
+    there: list[Any] = [torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)]
+    backends = [backend for backend in there if hasattr(backend, "fp32_precision")]
+    before = [backend.fp32_precision for backend in backends]
+    try:
+        for backend in backends:
+            backend.fp32_precision = "ieee"
+        yield
+    finally:
+        for backend, precision in zip(backends, before, strict=True):
+            backend.fp32_precision = precision
 
 
 def _exact_convolutions(device: torch.device) -> contextlib.AbstractContextManager[None]:
