@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -78,9 +77,6 @@ def _measure(model: nn.Module, training: bool, gradient_checkpointing: bool, aut
     engine = choice_of(model, gradient_checkpointing=gradient_checkpointing).engine
     layers = max(1, getattr(config, "num_hidden_layers", 1))
     plain = _kept(model, vocabulary, engine, Options(autocast=autocast))
-    if engine == "rows":
-        # Rows have logits at every position behind their prompt, and there the small tree has few: two numbers each.
-        plain = replace(plain, token=plain.token + 2 * 4 * vocabulary)
     head = LOGIT_BYTES * max(LOGITS, vocabulary)
     if not training:
         # Nothing is kept, but for the logits of rows; what exists at once is one layer's.
@@ -88,8 +84,6 @@ def _measure(model: nn.Module, training: bool, gradient_checkpointing: bool, aut
     if not gradient_checkpointing:
         return Needs(plain.token, plain.fixed + head)
     kept = _kept(model, vocabulary, engine, Options(autocast=autocast, gradient_checkpointing=True))
-    if engine == "rows":
-        kept = replace(kept, token=kept.token + 2 * 4 * vocabulary)
     return Needs(kept.token + plain.token / layers, kept.fixed + head)  # and one layer, computed again
 
 
@@ -101,7 +95,9 @@ def _kept(model: nn.Module, vocabulary: int, engine: Engine, options: Options) -
     with at_rest(model), _something_trained(model):
         (few, little), (many, much) = (_pass(model, forest, count, engine, options) for count in counts)
     token = max(1.0, (much - little) / max(1, many - few))
-    return Needs(token, max(0, int(little - token * few)))
+    fixed = max(0, int(little - token * few))
+    # Rows have logits at every position behind their prompt, of which the small tree has few: two numbers for each.
+    return Needs(token + 2 * 4 * vocabulary if engine == "rows" else token, fixed)
 
 
 def _pass(model: nn.Module, forest: Forest, count: int, engine: Engine, options: Options) -> tuple[int, int]:

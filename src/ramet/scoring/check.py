@@ -91,9 +91,9 @@ def engine_for(model: nn.Module, longest: int, *, gradient_checkpointing: bool =
 def choice_of(model: nn.Module, longest: int = 0, *, gradient_checkpointing: bool = False) -> Choice:
     """Return the engine for paths of up to `longest` tokens, and the reasons; find both out where they are not known.
 
-    They are known for as long as the model has these modules, this config, this attention and this device. They are
-    found out again when `longest` first passes a length from which the model does something else, when a frozen model
-    is first trained, and for gradient checkpointing. The model is left as it was.
+    They are known for as long as the model has these modules, this config, this attention, this device and as many
+    trained parameters. They are found out again when `longest` first passes a length from which the model does
+    something else, and for gradient checkpointing. The model is left as it was.
     """
     turn = min(turning_lengths(text_config(model)).values(), default=longest)
     if turn < longest:
@@ -119,8 +119,7 @@ def _known(model: nn.Module, reach: int, gradient_checkpointing: bool, find_out:
     key = (state_of(model), reach, gradient_checkpointing)
     known = _CHOICES.setdefault(model, {})
     choice = known.get(key)
-    trained = any(parameter.requires_grad for parameter in model.parameters())
-    if choice is None or (trained and not choice.gradients):
+    if choice is None:
         choice = find_out()
         if _NOT_FINITE not in choice.reasons.values():  # else nothing is known yet
             known[key] = choice

@@ -45,9 +45,9 @@ def flatten(forest: Forest, rollouts: Sequence[int]) -> FlatForest:
     # From the leaves up: a segment is needed whole if something hangs from it, else up to the last source in it.
     sizes: dict[int, int] = {}
     alive: dict[int, bool] = {}
+    found = {node: np.flatnonzero(wanted[table[node].start : table[node].end]) for node in order[1:]}
     for node in reversed(order[1:]):
-        entry = table[node]
-        inside = np.flatnonzero(wanted[entry.start : entry.end])
+        entry, inside = table[node], found[node]
         whole = any(alive[child] for child in kids[node])
         sizes[node] = entry.end - entry.start if whole else int(inside[-1]) if inside.size else 0
         alive[node] = whole or bool(inside.size)
@@ -64,8 +64,7 @@ def flatten(forest: Forest, rollouts: Sequence[int]) -> FlatForest:
         ends[node] = max([offset[node] + sizes[node], *(ends[child] for child in kids[node])])
     places, sources = [], []
     for node in order[1:]:
-        entry = table[node]
-        inside = np.flatnonzero(wanted[entry.start : entry.end])
+        entry, inside = table[node], found[node]
         if inside.size:
             before = offset[node] + inside - 1
             if inside[0] == 0:
