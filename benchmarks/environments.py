@@ -25,14 +25,14 @@ import subprocess
 import sys
 import tempfile
 import time
-import venv
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from peers import torchrl_python
+
 HERE = Path(__file__).resolve().parent
-PEER = "torchrl==0.14.1"
 Ask: TypeAlias = tuple[str, str, dict[str, Any]]
 """Side ("ours" or "peer"), name of the work, its options."""
 
@@ -290,29 +290,6 @@ def _ms(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
-def peer_python(given: Path | None) -> Path:
-    """Return the interpreter of the peer; make its environment where none is given and there is none yet."""
-    if given is not None:
-        return given
-    folder = HERE / ".peers" / PEER.replace("==", "-")
-    python, stamp = folder / "bin" / "python", folder / ".installed"
-    if not stamp.exists():
-        wanted = [PEER, *(_pinned(name) for name in ("torch", "transformers", "tokenizers", "numpy"))]
-        print(f"making the peer's environment in {folder}: {', '.join(wanted)}", flush=True)
-        venv.create(folder, with_pip=True, clear=True)
-        (folder.parent / ".gitignore").write_text("*\n", encoding="utf-8")
-        subprocess.run([str(python), "-m", "pip", "install", "--quiet", *wanted], check=True)
-        stamp.touch()
-    return python
-
-
-def _pinned(name: str) -> str:
-    for line in (HERE.parent / "constraints.txt").read_text(encoding="utf-8").splitlines():
-        if line.startswith(f"{name}=="):
-            return line
-    raise SystemExit(f"constraints.txt names no version of {name}")
-
-
 def main() -> None:
     """Run what the command line asks for, and print a table as it grows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -326,7 +303,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the lines there too")
     arguments = parser.parse_args()
     began, load = time.monotonic(), os.getloadavg()
-    pythons: dict[str, Path | str] = {"ours": sys.executable, "peer": peer_python(arguments.peer)}
+    pythons: dict[str, Path | str] = {"ours": sys.executable, "peer": torchrl_python(arguments.peer)}
     plan = QUICK if arguments.quick else FULL
     sides = Sides(pythons, arguments.threads, arguments.clock, plan)
     print(f"{os.cpu_count()} cores, load {load[0]:.2f} {load[1]:.2f} {load[2]:.2f}", end=", ")

