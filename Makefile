@@ -31,6 +31,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/training_step.py
 	$(BIN)/python benchmarks/generation.py
 	$(BIN)/python -m benchmarks.architectures
+	$(MAKE) bench-curves
 
 bench-curves: $(STAMP)
 	$(BIN)/python benchmarks/training_step.py --curves docs/performance/curves.json

@@ -5,6 +5,10 @@
 The table gives the rate of matrix products (square, and of the shapes of SmolLM2-135M) and the bandwidth of memory. The
 limit of a precision is the best rate of all shapes: a shape below it is no excuse, but something to be won.
 
+The last lines are what the libraries make of it: all linear layers of the model one after the other, for the 16 rows of
+a decoding step and the 696 tokens of R1, with weights that come from memory as they do in a model. What a stage takes
+above that is its own.
+
 `least` counts the arithmetic and the memory traffic that a work can not do without, each distinct token once. The time
 of a stage is at least the longer of arithmetic by rate and bytes by bandwidth.
 """
@@ -21,6 +25,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 DTYPES = ("float32", "bfloat16")
 SQUARE = (2048, 2048, 2048)
@@ -44,6 +49,7 @@ class Limits:
     matmul: Mapping[str, Mapping[str, float]]
     read: float
     copy: float
+    layers: Mapping[str, float]
 
     def rate(self, dtype: str) -> float:
         """Return the best rate of a precision, in FLOP a second."""
@@ -165,7 +171,34 @@ def limits(threads: int) -> Limits:
     target = torch.empty_like(source)
     size = source.numel() * source.element_size()
     read, copied = _best(source.sum), _best(lambda: target.copy_(source))
-    return Limits(threads, matmul, size / read, 2 * size / copied)
+    return Limits(threads, matmul, size / read, 2 * size / copied, _all_layers(Shape()))
+
+
+def _all_layers(shape: Shape) -> dict[str, float]:
+    """Return the seconds of all linear layers in turn, float32: for 16 rows, as they are and packed, and for 696."""
+    import torch
+
+    mine: Any = torch.ops.mkldnn
+    keys = shape.kv_heads * shape.head_width
+    one = [(shape.width, shape.width)] * 2 + [(keys, shape.width)] * 2
+    one += [(shape.inner, shape.width)] * 2 + [(shape.width, shape.inner)]
+    weights = [torch.randn(size) for size in [*one * shape.layers, (shape.vocabulary, shape.width)]]
+
+    def through(rows: int, multiply: Callable[[Any, Any], object], layers: Sequence[tuple[Any, int]]) -> float:
+        given = {width: torch.randn(rows, width) for width in (shape.width, shape.inner)}
+        return _best(lambda: [multiply(given[width], layer) for layer, width in layers], 1.0)
+
+    with torch.inference_mode():
+        plain = [(weight, weight.shape[1]) for weight in weights]
+        # The head is left out of the second, for it runs over other rows.
+        found = {
+            "16 rows": through(16, torch.nn.functional.linear, plain),
+            "696 rows": through(696, torch.nn.functional.linear, plain[:-1]),
+        }
+        packed = [(mine._reorder_linear_weight(weight, 16), width) for weight, width in plain]
+        packed_linear = mine._linear_pointwise.default
+        found["16 rows, packed"] = through(16, lambda x, w: packed_linear(x, w, None, "none", [], ""), packed)
+    return found
 
 
 def measured(threads: int) -> Limits:
@@ -176,9 +209,9 @@ def measured(threads: int) -> Limits:
 
 
 def _product(left: object, right: object) -> Callable[[], object]:
-    from torch.nn.functional import linear
+    import torch
 
-    return lambda: linear(left, right)  # type: ignore[arg-type]
+    return lambda: torch.nn.functional.linear(left, right)  # type: ignore[arg-type]
 
 
 def _best(work: Callable[[], object], seconds: float = 0.25) -> float:
@@ -207,6 +240,8 @@ def shown(found: Limits) -> str:
     lines.append(f"{'median':<26}" + "".join(f"{middle[dtype] / 1e9:>10.0f}" for dtype in DTYPES))
     lines.append(f"{'best: the limit':<26}" + "".join(f"{found.rate(dtype) / 1e9:>10.0f}" for dtype in DTYPES))
     lines.append(f"memory, GB/s: read {found.read / 1e9:.1f}, copy {found.copy / 1e9:.1f} (both ways counted)")
+    layers = ", ".join(f"{name} {1e3 * seconds:.0f} ms" for name, seconds in found.layers.items())
+    lines.append(f"all linear layers, weights from memory, float32: {layers}")
     return "\n".join(lines)
 
 

@@ -65,6 +65,7 @@ NAMES = [
     "check_env_specs",
     "collect",
     "compact",
+    "in_file",
     "pad",
     "rows",
     "score",

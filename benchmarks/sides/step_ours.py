@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from step_work import SEED, Ask, Clock, Step, Work, answer, held, memory, read_a
 from step_work import tree_tokens as rows_of
 from tensordict import TensorDict
 
-from ramet.assembly import frozen
+from ramet.assembly import reference_of
 from ramet.config import TrainConfig
 from ramet.config.sections import AdvantageConfig, KLConfig, LossConfig, OptimizerConfig, RolloutConfig
 from ramet.envs.llm import LLMEnv
@@ -52,7 +53,9 @@ def train(ask: Ask) -> tuple[list[Step], dict[str, Any]]:
     work, clock = ask.work, Clock()
     model, tokenizer = load_model(ask.folder, dtype=ask.dtype)
     config = config_of(work, steps=ask.steps + 1, saving=ask.saving)
-    reference, judge, env = frozen(model), Judge(_reward), LLMEnv(from_text=False, eos_token_id=-1)
+    model.save_pretrained("reference")  # as the trainer does; the working folder is gone when the process ends
+    reference = reference_of(model, Path("reference"))
+    judge, env = Judge(_reward), LLMEnv(from_text=False, eos_token_id=-1)
     policy = TransformersPolicy(model, eos_ids=[], rows_per_batch=work.rows)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.optimizer.learning_rate, weight_decay=0.0, fused=True)
     clock.hook(optimizer)
@@ -89,7 +92,9 @@ def train(ask: Ask) -> tuple[list[Step], dict[str, Any]]:
         step.facts = fact
     optimizer.zero_grad(set_to_none=True)  # on both sides gradients are no part of what rests
     about: dict[str, Any] = {"resting": resting(), "largest": memory("VmHWM")}
-    return steps, about | held(model, reference, optimizer) | {"prefill": _prefill(work, policy, env, ready)}
+    return steps, about | held(model, getattr(reference, "model", reference), optimizer) | {
+        "prefill": _prefill(work, policy, env, ready)
+    }
 
 
 def _reward(sample: Sample) -> float:

@@ -204,8 +204,9 @@ def resting() -> int:
 
 
 def tensor_bytes(tensors: Any) -> int:
-    """Add up tensors, shared storages once."""
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    """Add up tensors that are in memory, shared storages once."""
+    storages = [t.untyped_storage() for t in tensors if not t.is_meta]
+    return sum({one.data_ptr(): one.nbytes() for one in storages}.values())
 
 
 def held(model: Any, reference: Any, optimizer: Any) -> dict[str, int]:

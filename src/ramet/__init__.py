@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ramet.prompts import Prompts
     from ramet.ragged import as_nested_tensor, as_padded_tensor, compact, pad, rows
     from ramet.rollouts import collect
-    from ramet.scoring import Scores, score, without_adapter
+    from ramet.scoring import Scores, in_file, score, without_adapter
     from ramet.specs import Bounded, Categorical, Composite, NonTensor, Unbounded
     from ramet.tasks import Judge, Task
     from ramet.trainer import Result, Trainer
@@ -78,7 +78,7 @@ _PLACES = {
     "ramet.policies.scoring": ("TransformersScorer",),
     "ramet.rollouts": ("collect",),
     "ramet.forest": ("Forest", "MCTSForest", "SipHash"),
-    "ramet.scoring": ("score", "Scores", "without_adapter"),
+    "ramet.scoring": ("score", "Scores", "without_adapter", "in_file"),
     "ramet.config": (
         "TrainConfig",
         "ModelConfig",
@@ -148,6 +148,7 @@ __all__ = [
     "check_env_specs",
     "collect",
     "compact",
+    "in_file",
     "pad",
     "rows",
     "score",

@@ -12,6 +12,7 @@ from ramet.models import check_vocabulary, load_model, pick_device
 from ramet.models.load import DTYPES
 from ramet.policies.stops import decoder_of
 from ramet.policies.transformers import context_length
+from ramet.scoring.in_file import InFile, in_file
 from ramet.types import Sampling
 
 if TYPE_CHECKING:
@@ -152,8 +153,20 @@ def _token_of(tokenizer: PreTrainedTokenizerBase, stop: str) -> int | None:
     return ids[0] if len(ids) == 1 else None
 
 
+def reference_of(model: PreTrainedModel, folder: Path) -> PreTrainedModel | InFile:
+    """Return the reference of a run: `model` as it is now and as `folder` holds it.
+
+    On the CPU its weights stay in the file until they are used. On a GPU, and where the file holds them in another form
+    than the model does, it is a frozen copy.
+    """
+    try:
+        return in_file(model, folder)
+    except ModelError:
+        return frozen(model)
+
+
 def frozen(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a copy of `model` that nothing trains: the reference of a run."""
+    """Return a copy of `model` that nothing trains."""
     reference = copy.deepcopy(model)
     reference.eval()  # type: ignore[no-untyped-call]
     reference.requires_grad_(False)

@@ -20,6 +20,7 @@ from ramet.scoring import Scores, score
 from ramet.scoring.budget import tokens_that_fit
 from ramet.scoring.check import engine_for
 from ramet.scoring.layout import batches as distinct_batches
+from ramet.scoring.score import Scorer
 from ramet.types import Support
 
 
@@ -67,7 +68,7 @@ def shuffled(scores: Tensor, valid: Tensor, *, seed: int, step: int) -> Tensor:
     return scores.index_put((where,), scores[where[order]])
 
 
-def prepare(model: nn.Module, reference: nn.Module, forest: Forest, config: TrainConfig, *, step: int) -> Batch:
+def prepare(model: nn.Module, reference: Scorer, forest: Forest, config: TrainConfig, *, step: int) -> Batch:
     """Score the forest under the weights of now and of the reference, and give each rollout its advantage.
 
     Raises `ForestError` where a sampled token that would be trained on has no finite log-prob of its sampler.
@@ -123,7 +124,7 @@ def _advantages(scores: Tensor, groups: Tensor, valid: Tensor, config: TrainConf
 
 
 def _score(
-    model: nn.Module, forest: Forest, rollouts: Sequence[int], config: TrainConfig, *, entropy: bool = False
+    model: Scorer, forest: Forest, rollouts: Sequence[int], config: TrainConfig, *, entropy: bool = False
 ) -> Scores:
     return score(
         model,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ramet.assembly import frozen, model_of, prompt_limit, sampling_of
+from ramet.assembly import model_of, prompt_limit, reference_of, sampling_of
 from ramet.checkpoint import (
     REFERENCE,
     RunState,
@@ -38,6 +38,7 @@ from ramet.policies.transformers import TransformersPolicy, eos_ids_of
 from ramet.prompts import Prompts, read_rows, refuse_shared
 from ramet.prompts.prompts import Row
 from ramet.rollouts import collect, first_failure, judge_rollouts, samples_of
+from ramet.scoring.score import Scorer
 from ramet.tasks import Judge, Reward, Task, build_task
 from ramet.warm_start import split_rows, warm_start
 
@@ -206,7 +207,7 @@ class Trainer:
         return Result(folder, checkpoint, interrupted=False, summary=summary)
 
     def _step(
-        self, state: RunState, reference: PreTrainedModel, log: MetricsLog, rollouts: MetricsLog
+        self, state: RunState, reference: Scorer, log: MetricsLog, rollouts: MetricsLog
     ) -> tuple[RunState, dict[str, Any]]:
         """Sample, judge, learn, and write it down; return the state and the metrics of the step after `state`."""
         config, step, began = self.config, state.step + 1, time.monotonic()
@@ -285,7 +286,7 @@ class Trainer:
             settled = optimizer.model_copy(update={"micro_batch_tokens": budget})
             self.config = self.config.model_copy(update={"optimizer": settled})
 
-    def _started_or_undone(self, folder: Path) -> tuple[RunState, PreTrainedModel]:
+    def _started_or_undone(self, folder: Path) -> tuple[RunState, Scorer]:
         """Start a run; where that fails or is interrupted, its folder goes, for there is nothing in it to resume."""
         try:
             return self._started(folder)
@@ -293,7 +294,7 @@ class Trainer:
             shutil.rmtree(folder, ignore_errors=True)
             raise
 
-    def _started(self, folder: Path) -> tuple[RunState, PreTrainedModel]:
+    def _started(self, folder: Path) -> tuple[RunState, Scorer]:
         self._set_token_budget(None)
         (folder / "config.toml").write_text(dump(self.config), encoding="utf-8")
         self._watch(self._run_started(first_step=1))
@@ -312,11 +313,10 @@ class Trainer:
                 watcher=self._watch,
             )
             self._watch(done)
-        reference = frozen(self.model)
-        save_model(folder / REFERENCE, reference, self.tokenizer)
-        return RunState(0, 0, self.policy.version), reference
+        save_model(folder / REFERENCE, self.model, self.tokenizer)
+        return RunState(0, 0, self.policy.version), reference_of(self.model, folder / REFERENCE)
 
-    def _resumed(self, log: MetricsLog, rollouts: MetricsLog) -> tuple[RunState, PreTrainedModel]:
+    def _resumed(self, log: MetricsLog, rollouts: MetricsLog) -> tuple[RunState, Scorer]:
         """Read model, optimiser and evaluations back, and strike from the logs what the checkpoint does not know of."""
         folder, steps = self.config.folder, self.config.steps
         checkpoint = newest_checkpoint(folder / "checkpoints")
@@ -324,7 +324,7 @@ class Trainer:
         if state.step > steps:
             raise ConfigError(f"steps is {steps}, and {checkpoint} has {state.step} behind it", hint="raise steps")
         load_weights(folder / REFERENCE, self.model)
-        reference = frozen(self.model)
+        reference = reference_of(self.model, folder / REFERENCE)
         load_weights(checkpoint, self.model)
         load_optimizer(checkpoint, self.optimizer)
         self.policy.version = state.version

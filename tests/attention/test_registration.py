@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, Gemma3Config, PhimoeConfig, PhimoeForCausalLM, PreTrainedModel
 
 from ramet.attention.registration import NAME, Attending
+from ramet.attention.tree import Rule
 from ramet.errors import ModelError
 
 Tiny = Callable[..., PreTrainedModel]
@@ -26,28 +27,9 @@ class Recording:
         self.say = say
         self.calls: list[dict[str, Any]] = []
 
-    def attend(
-        self,
-        layer: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        self.calls.append(
-            {
-                "layer": layer,
-                "shapes": (tuple(query.shape), tuple(key.shape), tuple(value.shape)),
-                "scale": scale,
-                "window": window,
-                "softcap": softcap,
-                "sinks": sinks,
-            }
-        )
+    def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+        shapes = tuple(query.shape), tuple(key.shape), tuple(value.shape)
+        self.calls.append({"layer": layer, "shapes": shapes, "rule": rule})
         return query.new_full((query.shape[1], query.shape[0], value.shape[2]), self.say)
 
 
@@ -74,10 +56,7 @@ def test_each_layer_hands_over_its_queries_keys_and_values(llama: PreTrainedMode
     assert [call["layer"].layer_idx for call in attention.calls] == [0, 1]
     for call in attention.calls:
         assert call["shapes"] == ((4, 6, 8), (2, 6, 8), (2, 6, 8))
-        assert call["scale"] == pytest.approx(8**-0.5)
-        assert call["window"] is None
-        assert call["softcap"] is None
-        assert call["sinks"] is None
+        assert call["rule"] == Rule(pytest.approx(8**-0.5))
 
 
 @pytest.mark.parametrize("before", ["eager", "sdpa"])
@@ -258,8 +237,9 @@ def test_what_a_layer_says_is_handed_on(llama: PreTrainedModel) -> None:
     assert output.shape == (1, 6, 4, 8)
     assert weights is None
     [call] = attention.calls
-    assert (call["scale"], call["window"], call["softcap"]) == (0.25, 7, 2.0)
-    assert call["sinks"] is sinks
+    rule = call["rule"]
+    assert (rule.scale, rule.window, rule.softcap) == (0.25, 7, 2.0)
+    assert rule.sinks is sinks
 
 
 def test_training_with_dropout_in_the_attention_is_refused(tiny: Tiny) -> None:

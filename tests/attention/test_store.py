@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ramet.attention import store as store_module
 from ramet.attention.store import Prefixes, PrefixStore, in_passes
+from ramet.attention.tree import Rule
 from ramet.errors import ModelError
 
 PROMPTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=8, unique_by=tuple)
@@ -113,7 +114,7 @@ def test_each_row_gets_what_it_gets_alone(
     owner = [number % len(prompts) for number in owner]
     rows = [list(prompts[number]) for number in owner]
     steps = 7
-    options = {"scale": 0.7, "window": window, "softcap": softcap, "sinks": model.sinks if sinks else None}
+    rule = Rule(0.7, softcap, window, model.sinks if sinks else None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(store_module, "BLOCK", block)
         store = PrefixStore([len(prompt) for prompt in prompts], steps, torch.device("cpu"))
@@ -122,7 +123,7 @@ def test_each_row_gets_what_it_gets_alone(
             if part:
                 laid = Prefixes.of([torch.tensor(prompt) for prompt in part])
                 store.prefill(laid, first)
-                output = store.attend(model.layer, *model.of(laid.tokens), **options)  # type: ignore[arg-type]
+                output = store.attend(model.layer, *model.of(laid.tokens), rule)
                 for prompt, path in zip(part, laid.paths, strict=True):
                     torch.testing.assert_close(output[path[-1]], model.alone(prompt, window, softcap, sinks))
         store.seat(owner)
@@ -130,7 +131,7 @@ def test_each_row_gets_what_it_gets_alone(
             tokens = torch.tensor(data.draw(st.lists(st.integers(0, 49), min_size=len(rows), max_size=len(rows))))
             rows = [[*row, int(token)] for row, token in zip(rows, tokens, strict=True)]
             store.step()
-            output = store.attend(model.layer, *model.of(tokens), **options)  # type: ignore[arg-type]
+            output = store.attend(model.layer, *model.of(tokens), rule)
             for row, found in zip(rows, output, strict=True):
                 torch.testing.assert_close(found, model.alone(row, window, softcap, sinks))
             order = data.draw(st.permutations(range(len(rows))))[: data.draw(st.integers(1, len(rows)))]
@@ -150,7 +151,7 @@ def begun(prompts: list[list[int]], owner: list[int], steps: int = 4) -> tuple[P
 
 
 def attend(store: PrefixStore, model: OneLayer, tokens: Tensor) -> Tensor:
-    return store.attend(model.layer, *model.of(tokens), scale=0.7, window=None, softcap=None, sinks=None)
+    return store.attend(model.layer, *model.of(tokens), Rule(0.7))
 
 
 def test_a_layer_that_runs_twice_in_a_pass_is_refused() -> None:

@@ -15,14 +15,14 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ramet.attention import tree
-from ramet.attention.tree import Shape, tree_attention
+from ramet.attention.tree import Rule, tree_attention
 
 CPU = torch.device("cpu")
 TREE: Segments = [(9, -1), (7, 0), (3, 1), (5, 1), (4, 0), (1, 4), (1, 4), (6, -1), (2, 7), (1, -1)]
 """Three trees of 28, 8 and 1 tokens, the first of three levels."""
 
 
-PLAIN = Shape(0.3)
+PLAIN = Rule(0.3)
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Case:
     widths: tuple[int, int] = (8, 8)
     size: int = 5
     window: int | None = None
-    shape: Shape = PLAIN
+    rule: Rule = PLAIN
     sinks: bool = False
     spread: float = 1.0
     dtype: torch.dtype = torch.float64
@@ -57,21 +57,22 @@ class Case:
 
     def mine(self, *inputs: Tensor) -> Tensor:
         layout, _ = laid_out(self.segments, self.size)
-        return tree_attention(*inputs[:3], layout.blocks(self.window, CPU), self.shape, *inputs[3:])
+        rule = replace(self.rule, window=self.window, sinks=inputs[3] if self.sinks else None)
+        return tree_attention(*inputs[:3], layout.blocks(self.window, CPU), rule)
 
     def oracle(self, *inputs: Tensor) -> Tensor:
         _, paths = laid_out(self.segments, self.size)
         mask = torch.from_numpy(wanted(paths, self.window)).bool()
-        return dense(*inputs[:3], mask, self.shape, *inputs[3:])
+        return dense(*inputs[:3], mask, self.rule, *inputs[3:])
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, shape: Shape, sinks: Tensor | None = None) -> Tensor:
+def dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, rule: Rule, sinks: Tensor | None = None) -> Tensor:
     """Attention by all scores at once: [T, Hq, E] in float64."""
     q, k, v = q.double(), k.double(), v.double()
     k, v = (tensor.repeat_interleave(len(q) // len(k), 0) for tensor in (k, v))
-    scores = shape.scale * q @ k.transpose(1, 2)
-    if shape.softcap is not None:
-        scores = shape.softcap * torch.tanh(scores / shape.softcap)
+    scores = rule.scale * q @ k.transpose(1, 2)
+    if rule.softcap is not None:
+        scores = rule.softcap * torch.tanh(scores / rule.softcap)
     scores = scores.masked_fill(~mask, -torch.inf)
     if sinks is not None:
         scores = torch.cat([scores, sinks.double()[:, None, None].expand(*scores.shape[:2], 1)], -1)
@@ -110,13 +111,13 @@ CASES = {
     "one key head": Case(TREE, heads=(6, 1)),
     "values are narrower": Case(TREE, widths=(8, 3)),
     "values are wider": Case(TREE, widths=(2, 7)),
-    "softcap": Case(TREE, shape=Shape(0.9, 1.5), spread=2.0),
+    "softcap": Case(TREE, rule=Rule(0.9, 1.5), spread=2.0),
     "window": Case(TREE, window=4),
     "window of the token alone": Case(TREE, window=1),
     "window longer than any path": Case(TREE, window=1000),
     "sinks": Case(TREE, sinks=True),
     "sinks that take nearly all": Case(TREE, sinks=True, spread=5.0),
-    "all at once": Case(TREE, window=6, shape=Shape(0.7, 2.0), sinks=True, widths=(4, 5), heads=(6, 2)),
+    "all at once": Case(TREE, window=6, rule=Rule(0.7, 2.0), sinks=True, widths=(4, 5), heads=(6, 2)),
     "squares of one token": Case(TREE, size=1),
     "one square a tree": Case(TREE, size=64),
     "one token": Case([(1, -1)]),
@@ -135,13 +136,62 @@ def test_values_and_gradients_float64(name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients_float32(name: str) -> None:
-    agree(replace(CASES[name], dtype=torch.float32), 2e-6, 1e-5)
+    """Scores reach 60, and near there a float32 is 4e-6 from the next."""
+    agree(replace(CASES[name], dtype=torch.float32), 4e-6, 1e-5)
 
 
 @pytest.mark.parametrize("name", ["plain", "softcap", "window", "sinks", "all at once", "a chain"])
 def test_values_and_gradients_bfloat16(name: str) -> None:
-    """A bfloat16 has 8 bits."""
-    agree(replace(CASES[name], dtype=torch.bfloat16), 1e-2, 4e-2)
+    """A bfloat16 has 8 bits: the output is rounded by up to 4e-3, and the gradients of what came back so as well."""
+    agree(replace(CASES[name], dtype=torch.bfloat16), 4e-3, 8e-3)
+
+
+def off(case: Case) -> list[float]:
+    """Return how far output and gradients are from the oracle's, relatively, in Euclidean norms."""
+    inputs = case.inputs()
+    found, slopes = gradients(case.mine, inputs)
+    expected, true_slopes = gradients(case.oracle, [tensor.detach().double().requires_grad_() for tensor in inputs])
+    pairs = zip([found, *slopes], [expected, *true_slopes], strict=True)
+    return [float((mine.double() - true).norm() / true.norm()) for mine, true in pairs]
+
+
+SHARP = Case(TREE, widths=(64, 64), rule=Rule(0.1), spread=3.0, dtype=torch.bfloat16)
+"""Scores of some ±7 and up to 25: rounded to bfloat16 themselves, they would be off by up to 0.06."""
+
+
+def test_only_inputs_and_outputs_are_rounded_to_bfloat16() -> None:
+    """Rounding is off by some 1.5e-3 on the whole: of outputs once, of gradients and of what comes back once each."""
+    value, *slopes = off(SHARP)
+    assert value < 2e-3
+    assert max(slopes) < 4e-3
+
+
+def bmm(left: Tensor, right: Tensor, *, out_dtype: torch.dtype) -> Tensor:
+    """The `torch.bmm` that CUDA alone has."""
+    assert left.dtype == right.dtype == torch.bfloat16
+    return left.to(out_dtype) @ right.to(out_dtype)
+
+
+@pytest.fixture
+def sums_wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have products of bfloat16 made as on CUDA: of 16 bits, summed up in float32."""
+    monkeypatch.setattr(tree, "_sums_wide", lambda _: True)
+    monkeypatch.setattr(torch, "bmm", bmm)
+
+
+@pytest.mark.usefixtures("sums_wide")
+@pytest.mark.parametrize("name", CASES)
+def test_products_of_bfloat16_that_are_float32(name: str) -> None:
+    agree(replace(CASES[name], dtype=torch.bfloat16), 5e-3, 1e-2)
+    agree(replace(CASES[name], dtype=torch.float32), 4e-6, 1e-5)
+
+
+@pytest.mark.usefixtures("sums_wide")
+def test_scores_are_not_rounded_where_products_of_bfloat16_are_float32() -> None:
+    """Probabilities are, and what comes back to the scores."""
+    value, *slopes = off(SHARP)
+    assert value < 2e-3
+    assert max(slopes) < 5e-3
 
 
 @settings(deadline=None, max_examples=40)
@@ -164,7 +214,7 @@ def test_any_tree(
     seed: int,
 ) -> None:
     case = Case(
-        segments, heads, (4, 3), size, window, Shape(0.5, softcap), sinks, spread=2.0, dtype=torch.float64, seed=seed
+        segments, heads, (4, 3), size, window, Rule(0.5, softcap), sinks, spread=2.0, dtype=torch.float64, seed=seed
     )
     agree(case, 1e-12, 1e-11)
 
@@ -188,9 +238,9 @@ def test_by_hand() -> None:
     layout, _ = laid_out([(1, -1), (1, 0), (1, 0)])
     value = torch.tensor([[[2.0], [4.0], [10.0]]])
     blank = torch.zeros(1, 3, 1)
-    found = tree_attention(blank, blank, value, layout.blocks(None, CPU), Shape(1.0))
+    found = tree_attention(blank, blank, value, layout.blocks(None, CPU), Rule(1.0))
     assert found.flatten().tolist() == [2.0, 3.0, 6.0]
-    sunk = tree_attention(blank, blank, value, layout.blocks(None, CPU), Shape(1.0), torch.zeros(1))
+    sunk = tree_attention(blank, blank, value, layout.blocks(None, CPU), Rule(1.0, sinks=torch.zeros(1)))
     torch.testing.assert_close(sunk.flatten(), torch.tensor([1.0, 2.0, 4.0]))  # nothing takes a half, then a third
 
 
@@ -209,7 +259,7 @@ def test_large_equal_scores_share_alike(scale: float, sign: float, size: int) ->
     query, key = torch.full((1, total, 1), scale), torch.full((1, total, 1), sign)
     query, key, value = (tensor.requires_grad_() for tensor in (query, key, value))
     blocks = layout.blocks(None, CPU)
-    found, slopes = gradients(lambda *given: tree_attention(*given, blocks, Shape(1.0)), [query, key, value])
+    found, slopes = gradients(lambda *given: tree_attention(*given, blocks, Rule(1.0)), [query, key, value])
     means = torch.stack([value[0, path].double().mean(0) for path in paths])
     torch.testing.assert_close(found[:, 0].double(), means.detach(), rtol=0, atol=tolerance)
     pulled = weights_like(found)[:, 0]
@@ -222,7 +272,7 @@ def test_large_equal_scores_share_alike(scale: float, sign: float, size: int) ->
 @pytest.mark.parametrize("spread", [30.0, 100.0])
 def test_peaked_scores_are_finite_and_right(spread: float) -> None:
     """Scores of some ±spread²: one key takes all, but for a few ties, and gradients are tiny where they are not 0."""
-    case = Case(TREE, spread=spread, shape=Shape(1.0), dtype=torch.float64)
+    case = Case(TREE, spread=spread, rule=Rule(1.0), dtype=torch.float64)
     agree(case, 1e-9, 1e-7)
     inputs = replace(case, dtype=torch.float32).inputs()
     found, slopes = gradients(replace(case, dtype=torch.float32).mine, inputs)
@@ -240,7 +290,7 @@ def test_one_score_far_from_the_rest(place: int, height: float) -> None:
     key = torch.zeros(1, total, 1)
     key[0, place] = height
     value = torch.arange(total, dtype=torch.float32)[None, :, None]
-    found = tree_attention(torch.ones(1, total, 1), key, value, layout.blocks(None, CPU), Shape(1.0))
+    found = tree_attention(torch.ones(1, total, 1), key, value, layout.blocks(None, CPU), Rule(1.0))
     for token, path in enumerate(paths):
         kept = [place] if place in path and height > 0 else [at for at in path if at != place or path == [place]]
         assert found[token, 0, 0].item() == pytest.approx(np.mean(kept), rel=1e-5, abs=1e-5)
@@ -348,7 +398,7 @@ def test_the_same_blocks_serve_again() -> None:
     blocks = layout.blocks(None, CPU)
     for case in (CASES["plain"], replace(CASES["plain"], heads=(2, 2), widths=(3, 5), dtype=torch.float32)):
         q, k, v = case.inputs()
-        first, second = (tree_attention(q, k, v, blocks, case.shape) for _ in range(2))
+        first, second = (tree_attention(q, k, v, blocks, case.rule) for _ in range(2))
         assert torch.equal(first, second)
         [both] = torch.autograd.grad((first + second).square().sum(), [q], retain_graph=True)
         [alone] = torch.autograd.grad((2 * case.mine(q, k, v)).square().sum(), [q])
@@ -423,10 +473,10 @@ def test_under_autocast(values: torch.dtype) -> None:
     assert found.dtype == torch.bfloat16
     slopes = torch.autograd.grad((found.double() * weights_like(found)).sum(), mixed)
     expected, true_slopes = gradients(case.oracle, exact)
-    assert float((found.detach().double() - expected).abs().max()) < 2e-2 * float(expected.abs().max())
+    assert float((found.detach().double() - expected).abs().max()) < 1e-2 * float(expected.abs().max())
     for tensor, slope, true in zip(mixed, slopes, true_slopes, strict=True):
         assert slope.dtype == tensor.dtype
-        assert float((slope.double() - true).abs().max()) < 4e-2 * float(true.abs().max())
+        assert float((slope.double() - true).abs().max()) < 2e-2 * float(true.abs().max())
 
 
 def test_sinks_of_another_dtype() -> None:
@@ -444,7 +494,7 @@ def test_no_tokens() -> None:
     """An empty row has an empty answer, and its gradient is empty as well."""
     layout, _ = laid_out([], 5)
     q, k, v = (torch.zeros(heads, 0, 4, requires_grad=True) for heads in (4, 2, 2))
-    found = tree_attention(q, k, v, layout.blocks(None, CPU), Shape(1.0))
+    found = tree_attention(q, k, v, layout.blocks(None, CPU), Rule(1.0))
     assert found.shape == (0, 4, 4)
     [slope] = torch.autograd.grad(found.sum(), [q])
     assert slope.shape == q.shape
@@ -467,5 +517,5 @@ def test_what_is_kept_for_the_backward_pass_is_linear_in_the_tokens() -> None:
 def test_scale_is_that_of_the_products() -> None:
     case = CASES["plain"]
     q, k, v = case.inputs()
-    doubled = replace(case, shape=Shape(2 * case.shape.scale)).mine(q, k, v)
+    doubled = replace(case, rule=Rule(2 * case.rule.scale)).mine(q, k, v)
     torch.testing.assert_close(doubled, case.mine(2 * q, k, v))

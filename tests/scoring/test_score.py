@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from threading import Thread
 from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.scoring import zoo
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -459,3 +462,33 @@ def test_shapes_and_chunks_that_do_not_fit_are_refused() -> None:
         token_log_probs(torch.zeros(2, 4), ids(1))
     with pytest.raises(ValueError, match="chunk"):
         token_log_probs(torch.zeros(1, 4), ids(1), chunk=0)
+
+
+def test_a_model_is_for_one_thread_at_a_time() -> None:
+    """The second is told, and the first is none the worse; a copy of the model is another model."""
+    model, forest = zoo.named("Llama").build(), zoo.two_level_forest()
+    right = score(model, forest).log_probs.detach()
+    copied = copy.deepcopy(model)
+    told: list[str] = []
+    beside: list[Tensor] = []
+
+    def other() -> None:
+        try:
+            score(model, forest)
+        except ModelError as error:
+            told.append(str(error))
+        beside.append(score(copied, forest).log_probs.detach())
+
+    def while_it_runs(*_: object) -> None:
+        handle.remove()
+        thread = Thread(target=other)
+        thread.start()
+        thread.join()
+
+    handle = model.get_input_embeddings().register_forward_pre_hook(while_it_runs)
+    found = score(model, forest).log_probs.detach()
+    assert len(told) == 1
+    assert "another thread" in told[0]
+    assert torch.equal(found.nan_to_num(1.0), right.nan_to_num(1.0))
+    assert torch.equal(beside[0].nan_to_num(1.0), right.nan_to_num(1.0))
+    assert torch.equal(score(model, forest).log_probs.detach().nan_to_num(1.0), right.nan_to_num(1.0))

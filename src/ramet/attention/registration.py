@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from ramet.attention.tree import Rule
 from ramet.errors import ModelError
 
 NAME = "ramet"
@@ -25,18 +26,7 @@ _GIVEN = "_ramet_attention"
 class Attention(Protocol):
     """What computes the attention of every layer of one forward pass over one row of T tokens."""
 
-    def attend(
-        self,
-        layer: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
         """Return [T, Hq, E] of `query` [Hq, T, D], `key` [Hk, T, D], `value` [Hk, T, E]."""
         ...
 
@@ -113,17 +103,9 @@ def _attend(
     unknown = sorted(name for name in others if name not in _HARMLESS and others[name] is not None)
     if unknown:
         raise ModelError(f"{type(module).__name__} gives its attention {unknown}, which tree attention does not know")
-    output = attention.attend(
-        module,
-        query[0],
-        key[0],
-        value[0],
-        scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
-        window=sliding_window,
-        softcap=softcap,
-        sinks=s_aux,
-    )
-    return output[None], None
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    rule = Rule(scale, softcap, window=sliding_window, sinks=s_aux)
+    return attention.attend(module, query[0], key[0], value[0], rule)[None], None
 
 
 def _refuse_hidden_windows(module: nn.Module, window: int | None) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ramet.attention.blocks import Blocks, Ints, Layout
-from ramet.attention.tree import Shape, tree_attention
+from ramet.attention.tree import Rule, tree_attention
 from ramet.errors import ModelError
 
 BLOCK = 128
@@ -209,43 +209,22 @@ class PrefixStore:
 
     # ------------------------------------------------------------ the attention
 
-    def attend(
-        self,
-        layer: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
         """Return the attention output [T, Hq, E]."""
-        shape = Shape(scale, softcap)
         kind = query.device.type
         if not torch.is_autocast_enabled(kind):
-            return self._attend(layer, query.to(value.dtype), key.to(value.dtype), value, window, shape, sinks)
+            return self._attend(layer, query.to(value.dtype), key.to(value.dtype), value, rule)
         dtype = torch.get_autocast_dtype(kind)
         with torch.autocast(kind, enabled=False):
-            return self._attend(layer, query.to(dtype), key.to(dtype), value.to(dtype), window, shape, sinks)
+            return self._attend(layer, query.to(dtype), key.to(dtype), value.to(dtype), rule)
 
-    def _attend(
-        self,
-        layer: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        window: int | None,
-        shape: Shape,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def _attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
         kept = self._layers.get(id(layer))
         if self._laid is None:
             if kept is None or kept.steps != self._steps - 1:
                 raise _run_twice(layer)
             self._put(kept, key.transpose(0, 1), value.transpose(0, 1))
-            return self._decode(kept, query, window, shape, sinks)
+            return self._decode(kept, query, rule)
         if kept is None:
             size = (len(self._lengths), len(key), self._width)
             kept = _Kept(key.new_zeros(*size, key.shape[-1]), value.new_zeros(*size, value.shape[-1]))
@@ -255,9 +234,9 @@ class PrefixStore:
         kept.filled = self._part.stop
         kept.keys[self._part] = key[:, self._index].transpose(0, 1)
         kept.values[self._part] = value[:, self._index].transpose(0, 1)
-        if window not in self._blocks:
-            self._blocks[window] = self._laid.blocks(window, self._device)
-        return tree_attention(query, key, value, self._blocks[window], shape, sinks)
+        if rule.window not in self._blocks:
+            self._blocks[rule.window] = self._laid.blocks(rule.window, self._device)
+        return tree_attention(query, key, value, self._blocks[rule.window], rule)
 
     def _put(self, kept: _Kept, key: Tensor, value: Tensor) -> None:
         """Append one token of every row, [B, Hk, D] and [B, Hk, E], to the rows' own."""
@@ -270,12 +249,13 @@ class PrefixStore:
         values[:, :, at] = value
         kept.steps += 1
 
-    def _decode(self, kept: _Kept, query: Tensor, window: int | None, shape: Shape, sinks: Tensor | None) -> Tensor:
-        """Return [B, Hq, E]: one softmax over the prompt's keys, the row's own, and what `sinks` take."""
+    def _decode(self, kept: _Kept, query: Tensor, rule: Rule) -> Tensor:
+        """Return [B, Hq, E]: one softmax over the prompt's keys, the row's own, and what sinks take."""
         seats = self._seats
         assert seats is not None
         heads, rows = kept.keys.shape[1], query.shape[1]
-        q = (query.transpose(0, 1) * shape.scale).contiguous().view(rows, heads, -1, query.shape[-1])
+        q = (query.transpose(0, 1) * rule.scale).contiguous().view(rows, heads, -1, query.shape[-1])
+        window = rule.window
         own = _blocks_in(kept, window)
         begin = 0 if window is None else max(0, self._width + kept.steps - window)  # the first prompt column in reach
         at = max(0, self._width - begin)
@@ -285,7 +265,7 @@ class PrefixStore:
         flat = q.view(rows * heads, *q.shape[2:])
         parts += [torch.bmm(flat, keys.transpose(1, 2)).view(*q.shape[:3], -1) for keys, _ in own]
         mask = None if seats.mask is None or not at else seats.mask[..., begin:]
-        probabilities = _softmax(parts, shape, sinks, mask).to(q.dtype)
+        probabilities = _softmax(parts, rule, mask).to(q.dtype)
         out = None
         if at:
             out = _from_prompts(_to_prompts(probabilities[..., :at], seats), kept.values[:, :, begin:], seats, rows)
@@ -342,17 +322,17 @@ def _from_prompts(by_prompt: Tensor, with_keys: Tensor, seats: _Seats, rows: int
     return product.reshape(rows, heads, *product.shape[3:]) if seats.even else product[seats.prompt, seats.place]
 
 
-def _softmax(parts: list[Tensor], shape: Shape, sinks: Tensor | None, mask: Tensor | None) -> Tensor:
+def _softmax(parts: list[Tensor], rule: Rule, mask: Tensor | None) -> Tensor:
     """Return the probabilities [B, Hk, R, n] of the scores in `parts`; `mask` is added to the first of its columns."""
     scores = torch.cat(parts, -1)
     if scores.dtype not in (torch.float32, torch.float64):
         scores = scores.float()
-    if shape.softcap is not None:
-        scores = shape.softcap * torch.tanh(scores / shape.softcap)
+    if rule.softcap is not None:
+        scores = rule.softcap * torch.tanh(scores / rule.softcap)
     if mask is not None:
         scores[..., : mask.shape[-1]] += mask
-    if sinks is None:
+    if rule.sinks is None:
         return scores.softmax(-1)
     rows, heads, shared, width = scores.shape
-    nothing = sinks.to(scores).view(1, heads, shared, 1).expand(rows, -1, -1, -1)
+    nothing = rule.sinks.to(scores).view(1, heads, shared, 1).expand(rows, -1, -1, -1)
     return torch.cat([scores, nothing], -1).softmax(-1)[..., :width]

@@ -18,7 +18,7 @@ from ramet.policies.draws import draw_tokens, uniforms
 from ramet.policies.packed import PackedLinears
 from ramet.policies.stops import StopWatch
 from ramet.scoring.halves import Halves
-from ramet.scoring.running import autocast_context, forward_parameters
+from ramet.scoring.running import autocast_context, forward_parameters, one_thread
 from ramet.scoring.support import Cuts
 from ramet.types import Completion, Request, StopReason
 
@@ -198,7 +198,7 @@ class SharedSteps:
         packed: PackedLinears | None = None,
     ) -> None:
         self._device = next(model.parameters()).device
-        self._halves = Halves(model)
+        self._model, self._halves = model, Halves(model)
         lengths = [len(prompt) for prompt in prompts]
         self._store = PrefixStore(lengths, limit, self._device)
         self._attending = Attending(model, self._store)
@@ -214,13 +214,13 @@ class SharedSteps:
         for part in in_passes(self._prompts, PREFILL):
             laid = Prefixes.of(self._prompts[part])
             self._store.prefill(laid, part.start)
-            with self._attending, autocast_context(self._device, self._autocast):
+            with one_thread(self._model), self._attending, autocast_context(self._device, self._autocast):
                 positions = torch.from_numpy(laid.layout.positions).to(self._device)
                 found = self._halves.body(laid.tokens[None].to(self._device), positions[None])[0]
             hidden.append(found[[int(path[-1]) for path in laid.paths]])
             self.computed += len(laid.tokens)
         self._store.seat(self._owner)
-        with autocast_context(self._device, self._autocast):
+        with one_thread(self._model), autocast_context(self._device, self._autocast):
             logits = self._halves.head(torch.cat(hidden))
         return logits[torch.tensor(self._owner, device=self._device)]
 
@@ -229,7 +229,7 @@ class SharedSteps:
         """Run one token of each row, as one row of B tokens at positions of their own."""
         self._store.step()
         packed = contextlib.nullcontext() if self._packed is None else self._packed
-        with packed, autocast_context(self._device, self._autocast):
+        with one_thread(self._model), packed, autocast_context(self._device, self._autocast):
             with self._attending:
                 hidden = self._halves.body(tokens[None], self._positions[None])[0]
             logits = self._halves.head(hidden)
@@ -303,7 +303,7 @@ class CachedSteps:
             options["position_ids"] = positions.expand_as(ids)
         if "logits_to_keep" in self._known:
             options["logits_to_keep"] = 1
-        with autocast_context(self._device, self._autocast):
+        with one_thread(self._model), autocast_context(self._device, self._autocast):
             logits: Tensor = self._model(input_ids=ids, use_cache=True, **options).logits[:, -1]
         self._length += ids.shape[1]
         self.computed += ids.numel()

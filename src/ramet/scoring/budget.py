@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -103,7 +104,7 @@ def _kept(model: nn.Module, vocabulary: int, engine: Engine, options: Options) -
 def _pass(model: nn.Module, forest: Forest, count: int, engine: Engine, options: Options) -> tuple[int, int]:
     """Run the first `count` rollouts; return the tokens that were run and the bytes that were kept."""
     with counted_tokens(model) as tokens, counted_saved(own_storages(model)) as saved:
-        values, _ = ENGINES[engine](model, forest, range(count), options)
+        values, _ = ENGINES[engine](model, forest, range(count), replace(options, keep_logits=False))
         kept = sum(saved.values())
         del values  # only now: what is freed within may leave its address to another
     return tokens.total, kept

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from ramet.attention.blocks import Blocks, Layout
 from ramet.attention.registration import Attending
-from ramet.attention.tree import Shape, tree_attention
+from ramet.attention.tree import Rule, tree_attention
 from ramet.forest import Forest
 from ramet.scoring.halves import Halves
-from ramet.scoring.layout import batches, flatten
+from ramet.scoring.layout import FlatForest, batches, flatten
 from ramet.scoring.recompute import recomputed
 from ramet.scoring.rows import Options, spread
 from ramet.scoring.running import autocast_context
@@ -26,22 +26,11 @@ class TreeScoring:
         self._layout, self._device = layout, device
         self._blocks: dict[int | None, Blocks] = {}
 
-    def attend(
-        self,
-        layer: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
         """Return the attention output [T, Hq, E]."""
-        if window not in self._blocks:
-            self._blocks[window] = self._layout.blocks(window, self._device)
-        return tree_attention(query, key, value, self._blocks[window], Shape(scale, softcap), sinks)
+        if rule.window not in self._blocks:
+            self._blocks[rule.window] = self._layout.blocks(rule.window, self._device)
+        return tree_attention(query, key, value, self._blocks[rule.window], rule)
 
 
 def score_flat(
@@ -49,7 +38,7 @@ def score_flat(
 ) -> tuple[Tensor, Tensor | None]:
     """Return log-probs and entropies [number of tokens], NaN where nothing was asked for, as `score_rows` does."""
     places, log_probs, entropies = [], [], []
-    parts = [list(rollouts)] if options.max_tokens is None else batches(forest, rollouts, options.max_tokens)
+    parts = [list(rollouts)] if options.max_tokens is None else [*batches(forest, rollouts, options.max_tokens)]
     scored = torch.zeros(len(forest.tokens), dtype=torch.bool)
     for part in parts:
         flat = flatten(forest, part)
@@ -57,9 +46,8 @@ def score_flat(
         scored[flat.places] = True
         if not bool(fresh.any()):
             continue
-        values, entropy = _score_batch(
-            model, forest, flat.index, flat.layout, flat.sources[fresh], flat.places[fresh], options
-        )
+        wanted = flat.sources[fresh], flat.places[fresh]
+        values, entropy = _score_batch(model, forest, flat, wanted, options, alone=len(parts) == 1)
         places.append(flat.places[fresh].to(values.device))
         log_probs.append(values)
         entropies.append(entropy)
@@ -67,15 +55,19 @@ def score_flat(
 
 
 def _score_batch(
-    model: nn.Module, forest: Forest, index: Tensor, layout: Layout, sources: Tensor, places: Tensor, options: Options
+    model: nn.Module, forest: Forest, flat: FlatForest, wanted: tuple[Tensor, Tensor], options: Options, *, alone: bool
 ) -> tuple[Tensor, Tensor | None]:
+    """Score the tokens at `wanted` (sources and places as in `FlatForest`); `alone` if its backward pass comes next."""
     device = next(model.parameters()).device
-    halves, attending = Halves(model), Attending(model, TreeScoring(layout, device))
-    positions = torch.from_numpy(layout.positions)[None].to(device)
+    halves, attending = Halves(model), Attending(model, TreeScoring(flat.layout, device))
+    positions = torch.from_numpy(flat.layout.positions)[None].to(device)
     with contextlib.ExitStack() as stack:
         stack.enter_context(attending)
         stack.enter_context(autocast_context(device, options.autocast))
         if options.gradient_checkpointing and torch.is_grad_enabled():
             stack.enter_context(recomputed(model, lambda: attending))
-        hidden = halves.body(forest.tokens[index][None].to(device), positions)[0]
-    return halves.log_probs(hidden[sources.to(device)], forest.tokens[places].to(device), options)
+        hidden = halves.body(forest.tokens[flat.index][None].to(device), positions)[0]
+    sources, places = wanted
+    return halves.log_probs(
+        hidden[sources.to(device)], forest.tokens[places].to(device), options, keep=alone and options.keep_logits
+    )

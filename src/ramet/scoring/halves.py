@@ -67,7 +67,7 @@ class Halves:
         self.backbone.forward = forward
         try:
             ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
-            logits: Tensor = self.model(input_ids=ids, use_cache=False).logits[0]
+            logits: Tensor = self.model(input_ids=ids, use_cache=False).logits.squeeze(0)
         finally:
             if before is None:
                 del self.backbone.forward
@@ -77,12 +77,16 @@ class Halves:
             raise ModelError(f"{type(self.model).__name__} does not call its own body as a whole")
         return logits
 
-    def log_probs(self, hidden: Tensor, targets: Tensor, options: Options) -> tuple[Tensor, Tensor | None]:
+    def log_probs(
+        self, hidden: Tensor, targets: Tensor, options: Options, *, keep: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
         """Return log-probs [M] of `targets` int64 [M] after hidden states [M, d], and their entropies if wanted.
 
-        A chunk of logits exists at a time; with gradient it is computed again in the backward pass.
+        A chunk of logits exists at a time; with gradient it is computed again in the backward pass. With `keep` the
+        last one is not: it is the first that the backward pass asks for, so if that comes next, nothing is saved by it.
         """
-        chunk = min(options.chunk, max(1, LOGITS // self.model.config.get_text_config().vocab_size))
+        most = min(options.chunk, max(1, LOGITS // self.model.config.get_text_config().vocab_size))
+        chunk = -(-len(targets) // max(1, -(-len(targets) // most))) or 1  # so that all are of one size
 
         def piece(part: Tensor, ids: Tensor) -> tuple[Tensor, Tensor | None]:
             with autocast_context(part.device, options.autocast):
@@ -96,10 +100,9 @@ class Halves:
                 support=options.support,
             )
 
-        pairs = zip(torch.split(hidden, chunk), torch.split(targets, chunk), strict=True)
-        if torch.is_grad_enabled() and hidden.requires_grad:
-            found = [checkpoint(piece, *pair, use_reentrant=False, preserve_rng_state=False) for pair in pairs]
-        else:
-            found = [piece(*pair) for pair in pairs]
+        pairs = list(zip(torch.split(hidden, chunk), torch.split(targets, chunk), strict=True))
+        again = len(pairs) - keep if torch.is_grad_enabled() and hidden.requires_grad else 0
+        found = [checkpoint(piece, *pair, use_reentrant=False, preserve_rng_state=False) for pair in pairs[:again]]
+        found += [piece(*pair) for pair in pairs[again:]]
         values = torch.cat([value for value, _ in found])
         return values, torch.cat([e for _, e in found if e is not None]) if options.entropy else None

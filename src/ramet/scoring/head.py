@@ -71,17 +71,19 @@ class _TokenLogProbs(torch.autograd.Function):
         dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
         values, normalisers, entropies, edge_values = (logits.new_empty(rows, dtype=dtype) for _ in range(4))
         edge_ids = torch.empty_like(targets)
-        for span in _spans(logits, chunk):
+        spans = _spans(logits, chunk)
+        # One place for all spans: memory that was just written to is in the cache, and memory that is new is not.
+        first, second = (logits.new_empty(spans[0].stop if spans else 0, logits.shape[-1], dtype=dtype) for _ in "ab")
+        for span in spans:
             scaled, ids = scaled_logits(logits[span], divisor), targets[span]
             edge = None if cuts is None else edge_of(scaled, cuts)
             if edge is not None:
                 edge_values[span], edge_ids[span] = edge.value, edge.last
             kept = _kept(scaled, ids, edge)
-            normalisers[span] = _normaliser(scaled, kept)
+            normalisers[span], entropies[span] = _normaliser(
+                scaled, kept, first[: len(ids)], second[: len(ids)] if entropy else None
+            )
             values[span] = scaled.gather(-1, ids[:, None]).squeeze(-1) - normalisers[span]
-            if entropy:
-                log_p, p = _distribution(scaled, normalisers[span], kept)
-                entropies[span] = -(p.mul_(log_p)).sum(-1)
         ctx.save_for_backward(logits, targets, normalisers, entropies, edge_values, edge_ids, divisor)
         ctx.cut, ctx.chunk = cuts is not None, chunk
         ctx.set_materialize_grads(False)
@@ -97,7 +99,8 @@ class _TokenLogProbs(torch.autograd.Function):
             edge = Edge(edge_values[span], edge_ids[span]) if ctx.cut else None
             pull = torch.zeros_like(normalisers[span]) if of_values is None else of_values[span]
             if of_entropies is None and edge is None:
-                of_scaled = (scaled - normalisers[span, None]).exp_().mul_(-pull[:, None])
+                place = gradient[span] if gradient.dtype == scaled.dtype else torch.empty_like(scaled)
+                of_scaled = torch.sub(scaled, normalisers[span, None], out=place).exp_().mul_(-pull[:, None])
             elif of_entropies is None:
                 of_scaled = _distribution(scaled, normalisers[span], _kept(scaled, ids, edge))[1].mul_(-pull[:, None])
             else:
@@ -105,7 +108,10 @@ class _TokenLogProbs(torch.autograd.Function):
                 log_p.add_(entropies[span, None]).mul_(of_entropies[span, None]).add_(pull[:, None])
                 of_scaled = p.mul_(log_p).neg_()
             of_scaled.scatter_add_(-1, ids[:, None], pull[:, None])
-            gradient[span] = of_scaled if divisor is None else of_scaled.div_(divisor.to(of_scaled.dtype))
+            if divisor is not None:
+                of_scaled.div_(divisor.to(of_scaled.dtype))
+            if of_scaled.data_ptr() != gradient[span].data_ptr():
+                gradient[span] = of_scaled
         return gradient, None, None, None, None, None
 
 
@@ -121,11 +127,25 @@ def _kept(scaled: Tensor, targets: Tensor, edge: Edge | None) -> Tensor | None:
     return None if edge is None else edge.kept(scaled).scatter_(-1, targets[:, None], 1.0)
 
 
-def _normaliser(scaled: Tensor, kept: Tensor | None) -> Tensor:
-    if kept is None:
-        return scaled.logsumexp(-1)
+def _normaliser(
+    scaled: Tensor, kept: Tensor | None, shifted: Tensor, weights: Tensor | None
+) -> tuple[Tensor, Tensor | float]:
+    """Return the normalisers [M] and the entropies [M], NaN where there is no place for `weights`.
+
+    `shifted` and `weights` [M, V] are written over. With x the logits less their largest, w = exp x and W their sum,
+    the entropy is log W - sum(w x) / W.
+    """
     largest = scaled.amax(-1, keepdim=True)  # never cut away
-    return ((scaled - largest).exp_().mul_(kept).sum(-1, keepdim=True).log_() + largest).squeeze(-1)
+    torch.sub(scaled, largest, out=shifted)
+    weights = torch.exp(shifted, out=shifted if weights is None else weights)
+    if kept is not None:
+        weights.mul_(kept)
+    mass = weights.sum(-1)
+    logs = mass.log()
+    if weights is shifted:
+        return logs + largest.squeeze(-1), torch.nan
+    means = shifted.clamp_(min=LEAST).mul_(weights).sum(-1) / mass
+    return logs + largest.squeeze(-1), logs - means
 
 
 def _distribution(scaled: Tensor, normaliser: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,10 @@ from ramet.types import Support
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How a forest is scored, whichever engine does it: see `score`."""
+    """How a forest is scored, whichever engine does it: see `score`.
+
+    With `keep_logits` the last chunk of them is kept for a backward pass that comes next: see `Halves.log_probs`.
+    """
 
     temperature: float = 1.0
     entropy: bool = False
@@ -30,6 +33,7 @@ class Options:
     autocast: torch.dtype | None = None
     gradient_checkpointing: bool = False
     support: Support | None = None
+    keep_logits: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Collection
+import threading
+import weakref
+from collections.abc import Collection, Iterator
 
 import torch
 from torch import Tensor, nn
+
+from ramet.errors import ModelError
 
 
 def forward_logits(
@@ -38,3 +42,32 @@ def forward_parameters(model: nn.Module) -> Collection[str]:
 def autocast_context(device: torch.device, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[object]:
     """Return torch's autocast to `dtype` on `device`, or a context that does nothing for None."""
     return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype)
+
+
+@contextlib.contextmanager
+def one_thread(model: nn.Module) -> Iterator[None]:
+    """Keep other threads from running `model` as well: sharing changes its attention and its body for the while.
+
+    Raises `ModelError` in the second thread. One thread may be inside several times.
+    """
+    me = threading.get_ident()
+    with _LOCK:
+        thread, depth = _INSIDE.get(model, (me, 0))
+        if thread != me:
+            raise ModelError(
+                f"{type(model).__name__} is being run by another thread, and would be wrong in both",
+                hint="score and sample in one thread, or give each a copy of the model",
+            )
+        _INSIDE[model] = me, depth + 1
+    try:
+        yield
+    finally:
+        with _LOCK:
+            if depth:
+                _INSIDE[model] = me, depth
+            else:
+                del _INSIDE[model]
+
+
+_LOCK = threading.Lock()
+_INSIDE: weakref.WeakKeyDictionary[nn.Module, tuple[int, int]] = weakref.WeakKeyDictionary()

@@ -17,9 +17,14 @@ from ramet.scoring.budget import tokens_that_fit
 from ramet.scoring.check import ENGINES, Engine, engine_for
 from ramet.scoring.counting import counted_tokens
 from ramet.scoring.head import CHUNK
+from ramet.scoring.in_file import InFile
 from ramet.scoring.lengths import forget_lengths, text_config
 from ramet.scoring.rows import Options
+from ramet.scoring.running import one_thread
 from ramet.types import Support
+
+Scorer = nn.Module | WithoutAdapter | InFile
+"""What can give log-probs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +45,13 @@ class Scores:
 
 
 def score(
-    model: nn.Module | WithoutAdapter,
+    model: Scorer,
     forest: Forest,
     *,
     rollouts: Sequence[int] | None = None,
     temperature: float = 1.0,
     entropy: bool = False,
-    reference: nn.Module | WithoutAdapter | None = None,
+    reference: Scorer | None = None,
     support: Support | None = None,
     max_tokens: int | None = None,
     chunk: int = CHUNK,
@@ -57,11 +62,11 @@ def score(
     """Score every distinct sampled token of `rollouts` (all by default) once, with gradient unless it is switched off.
 
     `temperature` divides the logits and `support` cuts them, so that the log-probs are those of the distribution that
-    was sampled from. `reference` adds the log-probs of a second model, or of the same one under its adapter
-    (`without_adapter`), without gradient. `max_tokens` bounds the tokens of one forward pass: without gradient, None
-    stands for what fits into memory, and with gradient for all, since the backward pass needs them together; `chunk`
-    bounds the rows of logits in one softmax. With `gradient_checkpointing` each layer is computed again in the backward
-    pass instead of being kept. Log-probs are float32 (float64 for a float64 model).
+    was sampled from. `reference` adds the log-probs of a second model, of the same one under its adapter
+    (`without_adapter`) or as a file holds it (`in_file`), without gradient. `max_tokens` bounds the tokens of one
+    forward pass: without gradient, None stands for what fits into memory, and with gradient for all, since the backward
+    pass needs them together; `chunk` bounds the rows of logits in one softmax. With `gradient_checkpointing` each layer
+    is computed again in the backward pass instead of being kept. Log-probs are float32 (float64 for a float64 model).
 
     "flat" and "nodes" run shared prefixes once, "rows" runs each distinct path; "auto" is the first of them that is
     right for the model, as is found out on a small tree on its first use (`ramet.scoring.check`).
@@ -84,13 +89,13 @@ def score(
 
 def _score(
     name: str,
-    scorer: nn.Module | WithoutAdapter,
+    scorer: Scorer,
     forest: Forest,
     rollouts: Sequence[int],
     options: Options,
     engine: Engine | Literal["auto"],
 ) -> Scores:
-    with _module(scorer) as model:
+    with _module(scorer) as model, one_thread(model):
         if model.training:
             raise ModelError(
                 f"score: the {name} is in training mode, where dropout makes noise", hint="call model.eval()"
@@ -111,10 +116,13 @@ def _score(
 
 
 @contextlib.contextmanager
-def _module(scorer: nn.Module | WithoutAdapter) -> Iterator[nn.Module]:
-    """Give what is run: a module, or one whose adapter is off, which has no gradient (it would be on again by then)."""
+def _module(scorer: Scorer) -> Iterator[nn.Module]:
+    """Give what is run: a module, or what is one for now alone, without gradient (it would be gone by then)."""
     if isinstance(scorer, WithoutAdapter):
         with torch.no_grad(), scorer.off() as model:
+            yield model
+    elif isinstance(scorer, InFile):
+        with torch.no_grad(), scorer.lent() as model:
             yield model
     else:
         yield scorer
