@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 BASE = Work("curve", prompts=1, prompt=128, branches=(8,), segment=32)
 AXES: dict[str, tuple[str, dict[int, Work]]] = {
-    "group": ("completions of a prompt", {n: replace(BASE, branches=(n,)) for n in (2, 4, 8, 16, 32)}),
-    "prompt": ("tokens of the prompt", {n: replace(BASE, prompt=n) for n in (32, 128, 512, 1024)}),
+    "group": ("completions of a prompt", {n: replace(BASE, branches=(n,)) for n in (2, 4, 8, 16)}),
+    "prompt": ("tokens of the prompt", {n: replace(BASE, prompt=n) for n in (32, 128, 512)}),
     "response": ("tokens of a completion", {n: replace(BASE, segment=n) for n in (8, 32, 128)}),
     # Two branches at each level, scored and backward: as many leaves as 2 to the depth.
     "depth": ("levels of two branches below the prompt", {n: replace(BASE, branches=(2,) * n) for n in (2, 3, 4, 5)}),

@@ -9,9 +9,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import venv
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,11 +97,10 @@ def ask_side(
         assert process.stdin is not None
         process.stdin.write(json.dumps(request))
         process.stdin.close()
-        before = signal.signal(signal.SIGTERM, _leave)  # so that a side does not outlive this process
         try:
-            failed = _watched(process)
+            with _ended_with_this_process():
+                failed = _watched(process)
         finally:
-            signal.signal(signal.SIGTERM, before)
             _end_group(process.pid)
         if failed is not None:
             return failed
@@ -114,6 +115,15 @@ OWN = ("step_ours", "generate")
 """Sides that import this project, from this folder."""
 
 
+def ask_in_turns(asked: Mapping[str, tuple[str, Path | str, Mapping[str, Any]]]) -> dict[str, dict[str, Any] | Failed]:
+    """Run two sides (name: side, interpreter, request) at once, of which one works at a time: see `Meter`."""
+    with tempfile.NamedTemporaryFile() as turns, ThreadPoolExecutor(len(asked)) as pool:
+        settings = {"STEP_TURNS": turns.name}
+        running = {name: pool.submit(ask_side, *one, settings) for name, one in asked.items()}
+        with _ended_with_this_process():
+            return {name: one.result() for name, one in running.items()}
+
+
 def _watched(process: subprocess.Popen[str]) -> Failed | None:
     """Wait for a process; end it before the machine has no memory left."""
     while process.poll() is None:
@@ -123,6 +133,19 @@ def _watched(process: subprocess.Popen[str]) -> Failed | None:
             return Failed("out of memory")
         time.sleep(0.05)
     return None
+
+
+@contextlib.contextmanager
+def _ended_with_this_process() -> Iterator[None]:
+    """Let a signal that ends this process end its sides; of several threads the main one alone can, for all."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, _leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _leave(*_: object) -> None:

@@ -11,8 +11,10 @@ prompt of 512, a group of 16. R4: 16 different prompts, nothing to share. R3 is 
 branches, 4 more behind each, 32 tokens a segment) is scored and goes backward, beside its 16 rows padded through the
 stock model.
 
-"plain" recomputes nothing on either side; "saving" checkpoints gradients on both. Each side is a process of its own,
-one after the other; a figure is the median over the steps after a first one, with short prompts, that is not counted.
+"plain" recomputes nothing on either side; "saving" checkpoints gradients on both. Each side is a process of its own;
+the two take turns, a step each, so that a machine that is slower for some minutes is slower for both (R2 plain: one
+after the other, for memory). A figure is the median over the steps after a first one, with short prompts, that is not
+counted.
 Memory is the highest resident memory in a step, all of the process counted; "on top" is what a step takes above the
 memory that rests between steps (weights, reference, moments, libraries; no gradients). A ratio of times is theirs by
 ours, one of memory ours by theirs.
@@ -37,7 +39,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent / "sides"))
 
 from limits import Limits, Shape, least, measured, shown
-from peers import Failed, ask_side, own_python, trl_python
+from peers import Failed, ask_in_turns, ask_side, own_python, trl_python
 from step_work import Work
 
 from ramet.models.smollm2 import smollm2_folder
@@ -57,6 +59,8 @@ TARGETS: dict[tuple[str, str], tuple[float | None, float | None]] = {
     ("R3", "plain"): (3.0, None),
     ("R4", "plain"): (1.0, None),
 }
+ALONE = {("R2", "plain")}
+"""What takes a machine of 24 GB nearly whole on the peer's side."""
 AIMS = {"backward": 0.8, "decode": 0.5}
 SETTINGS = ("plain", "saving")
 
@@ -106,8 +110,16 @@ class Run:
     threads: int
     steps: int
 
-    def side(self, side: str, work: Work, setting: str) -> Figures | Failed:
-        """Run one side of a work."""
+    def both(self, work: Work, setting: str) -> dict[str, Figures | Failed]:
+        """Run both sides, step by step in turns, or one after the other where both do not fit into memory."""
+        asked = {side: self._asked(side, work, setting) for side in ("ours", "peer")}
+        if (work.name, setting) in ALONE:
+            found = {side: ask_side(*one) for side, one in asked.items()}
+        else:
+            found = ask_in_turns(asked)
+        return {side: one if isinstance(one, Failed) else figures(one) for side, one in found.items()}
+
+    def _asked(self, side: str, work: Work, setting: str) -> tuple[str, Path | str, dict[str, Any]]:
         request = {
             "work": asdict(work),
             "folder": self.folder,
@@ -116,12 +128,7 @@ class Run:
             "saving": setting == "saving",
         }
         name = {"ours": "step_ours", "peer": "step_stock" if work.scored_only else "step_trl"}[side]
-        found = ask_side(name, own_python() if side == "ours" else self.trl, request)
-        return found if isinstance(found, Failed) else figures(found)
-
-    def both(self, work: Work, setting: str) -> dict[str, Figures | Failed]:
-        """Run both sides, one after the other."""
-        return {side: self.side(side, work, setting) for side in ("ours", "peer")}
+        return name, own_python() if side == "ours" else self.trl, request
 
 
 # ---------------------------------------------------------------- the table

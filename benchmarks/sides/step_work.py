@@ -5,6 +5,7 @@ Nothing here needs more than torch and transformers, and nothing is known of eit
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import json
 import os
@@ -17,9 +18,13 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 SEED = 11
+LATE = 300.0
+"""Seconds that a side waits for the other to start up; then it has failed, and there are no turns."""
+PAUSE = 0.3
+"""Seconds that a side leaves the machine to the other before its next step."""
 
 
 @dataclass(frozen=True)
@@ -167,13 +172,22 @@ class Meter:
     """Measures one step: `start`, then `stop`.
 
     The kernel keeps the highest resident memory, and forgets it when 5 is written to `clear_refs`: exact, and free.
+
+    Where the environment names a file in `STEP_TURNS`, two sides take turns, step by step, each sleeping while the
+    other runs: a machine that is slower for some minutes is slower for both.
     """
 
     def __init__(self) -> None:
         self.began = self.cpu = 0.0
+        turns = os.environ.get("STEP_TURNS")
+        self.turns = None if turns is None else Path(turns).open("a")  # noqa: SIM115  # held for good
 
     def start(self) -> None:
-        """Forget the highest memory so far, and start the clocks."""
+        """Wait for this side's turn, forget the highest memory so far, and start the clocks."""
+        if self.turns is not None:
+            _met(self.turns)
+            time.sleep(PAUSE)  # so that the other side, which waits, comes first
+            fcntl.flock(self.turns, fcntl.LOCK_EX)
         gc.collect()
         Path("/proc/self/clear_refs").write_text("5")
         self.cpu = cpu_seconds()
@@ -182,10 +196,22 @@ class Meter:
     def stop(self, clock: Clock | None = None) -> Step:
         """Return what was measured; the parts of `clock` move into it."""
         seconds, cpu = time.perf_counter() - self.began, cpu_seconds() - self.cpu
+        peak = memory("VmHWM")
+        if self.turns is not None:
+            fcntl.flock(self.turns, fcntl.LOCK_UN)
         parts = {} if clock is None else clock.parts
         if clock is not None:
             clock.parts = {}
-        return Step(seconds, cpu, memory("VmHWM"), parts)
+        return Step(seconds, cpu, peak, parts)
+
+
+def _met(turns: TextIO) -> None:
+    """Wait until both sides have come so far: one that starts up would disturb the other's steps."""
+    turns.write("x")
+    turns.flush()
+    until = time.monotonic() + LATE
+    while os.fstat(turns.fileno()).st_size < 2 and time.monotonic() < until:
+        time.sleep(0.1)
 
 
 def memory(field_name: str) -> int:
