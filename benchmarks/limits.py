@@ -23,7 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +43,16 @@ SHAPES = (
 
 @dataclass(frozen=True)
 class Limits:
-    """Measured: FLOP a second of each shape by precision, bytes a second that are read, and read and written."""
+    """Measured: FLOP a second of each shape by precision, bytes a second that are read, and read and written.
+
+    `layers` are the seconds of all linear layers of the model in turn.
+    """
 
     threads: int
     matmul: Mapping[str, Mapping[str, float]]
     read: float
     copy: float
-    layers: Mapping[str, float]
+    layers: Mapping[str, float] = field(default_factory=dict)
 
     def rate(self, dtype: str) -> float:
         """Return the best rate of a precision, in FLOP a second."""
