@@ -29,6 +29,7 @@ def measure(run: Run, path: Path, axes: list[str] | None) -> None:
     unknown = set(axes or ()) - set(AXES)
     if unknown:
         raise SystemExit(f"--axis: no curve is called {sorted(unknown)}: there are {list(AXES)}")
+    path.parent.mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     print(f"{'':<10} {'':>5} {'ours s':>9} {'peer s':>9} {'ours GB':>9} {'peer GB':>9}")
     for axis in axes or AXES:

@@ -97,10 +97,12 @@ def ask_side(
         assert process.stdin is not None
         process.stdin.write(json.dumps(request))
         process.stdin.close()
+        _RUNNING.add(process.pid)
         try:
             with _ended_with_this_process():
                 failed = _watched(process)
         finally:
+            _RUNNING.discard(process.pid)
             _end_group(process.pid)
         if failed is not None:
             return failed
@@ -120,14 +122,23 @@ def ask_in_turns(asked: Mapping[str, tuple[str, Path | str, Mapping[str, Any]]])
     with tempfile.NamedTemporaryFile() as turns, ThreadPoolExecutor(len(asked)) as pool:
         settings = {"STEP_TURNS": turns.name}
         running = {name: pool.submit(ask_side, *one, settings) for name, one in asked.items()}
-        with _ended_with_this_process():
-            return {name: one.result() for name, one in running.items()}
+        try:
+            with _ended_with_this_process():
+                return {name: one.result() for name, one in running.items()}
+        except BaseException:
+            for number in list(_RUNNING):
+                _end_group(number)
+            raise
+
+
+_RUNNING: set[int] = set()
+"""The sides that run now, by process."""
 
 
 def _watched(process: subprocess.Popen[str]) -> Failed | None:
     """Wait for a process; end it before the machine has no memory left."""
     while process.poll() is None:
-        if available() < SPARE:
+        if available() < SPARE and process.pid == max(_RUNNING, key=_resident):
             process.kill()
             process.wait()
             return Failed("out of memory")
@@ -137,7 +148,7 @@ def _watched(process: subprocess.Popen[str]) -> Failed | None:
 
 @contextlib.contextmanager
 def _ended_with_this_process() -> Iterator[None]:
-    """Let a signal that ends this process end its sides; of several threads the main one alone can, for all."""
+    """Let a signal that ends this process be an exception, in which its sides are ended; threads hear no signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -156,6 +167,14 @@ def _end_group(number: int) -> None:
     """End what a side leaves behind: its session is its own, so nothing else is in this group."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(number, signal.SIGKILL)
+
+
+def _resident(number: int) -> int:
+    """Return the resident pages of a process, 0 if it has just ended."""
+    try:
+        return int(Path(f"/proc/{number}/statm").read_text().split()[1])
+    except (OSError, IndexError):
+        return 0
 
 
 def available() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import torch
@@ -75,3 +76,60 @@ def test_files_that_change_are_told(tmp_path: Path) -> None:
         score(model, forest, reference=reference)
     (tmp_path / "elsewhere").rename(tmp_path / "model.safetensors")
     assert score(model, forest, reference=reference).reference_log_probs is not None
+
+
+def test_lent_within_itself(tmp_path: Path) -> None:
+    """The weights stay for the outer one, and a tied weight is one parameter."""
+    model, forest = zoo.named("Gemma 2").build(), zoo.two_level_forest()
+    model.save_pretrained(tmp_path)
+    reference = in_file(model, tmp_path)
+    with reference.lent() as lent:
+        score(model, forest, reference=reference)
+        assert not any(parameter.is_meta for parameter in lent.parameters())
+        assert len(list(lent.parameters())) == len(list(model.parameters()))
+    assert all(parameter.is_meta for parameter in reference.model.parameters())
+    assert len(list(reference.model.parameters())) == len(list(model.parameters()))
+
+
+def test_a_second_thread_is_told_and_takes_nothing_away(tmp_path: Path) -> None:
+    model, forest = zoo.named("Llama").build(), zoo.two_level_forest()
+    model.save_pretrained(tmp_path)
+    reference = in_file(model, tmp_path)
+    right = score(reference, forest).log_probs
+    told: list[str] = []
+
+    def other() -> None:
+        try:
+            score(reference, forest)
+        except ModelError as error:
+            told.append(str(error))
+
+    def while_it_runs(*_: object) -> None:
+        handle.remove()
+        thread = Thread(target=other)
+        thread.start()
+        thread.join()
+
+    handle = reference.model.get_submodule("model.layers.0").register_forward_pre_hook(while_it_runs)
+    found = score(reference, forest).log_probs
+    assert len(told) == 1
+    assert "another thread" in told[0]
+    assert torch.equal(found.nan_to_num(1.0), right.nan_to_num(1.0))
+
+
+def test_weights_that_are_no_numbers_are_the_same_ones(tmp_path: Path) -> None:
+    model = zoo.named("Llama").build()
+    with torch.no_grad():
+        next(iter(model.parameters()))[0] = torch.nan
+    model.save_pretrained(tmp_path)
+    with in_file(model, tmp_path).lent() as lent:
+        assert bool(next(iter(lent.parameters()))[0].isnan().all())
+
+
+def test_a_torn_file_is_told(tmp_path: Path) -> None:
+    model = zoo.named("Llama").build()
+    model.save_pretrained(tmp_path)
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ModelError, match="can not be read as safetensors"):
+        in_file(model, tmp_path)

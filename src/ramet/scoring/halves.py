@@ -2,7 +2,7 @@
 
 The head is the model's own forward pass over a body that returns what it is told to. Whatever a model does to its
 logits (a scale, a soft cap) is done as the model does it, and to as few rows at a time as one likes. While the head
-runs, no other thread can use the model, for its body is another.
+runs, another thread that scores or samples with the model is told, for its body is another.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from ramet.errors import ModelError
 from ramet.scoring.head import token_log_probs
 from ramet.scoring.rows import Options
-from ramet.scoring.running import autocast_context
+from ramet.scoring.running import autocast_context, one_thread
 
 LOGITS = 2**24
 """How many logits exist at once where no smaller chunk is asked for."""
@@ -63,16 +63,17 @@ class Halves:
             outputs.last_hidden_state = hidden[None]
             return outputs
 
-        before = self.backbone.__dict__.get("forward")
-        self.backbone.forward = forward
-        try:
-            ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
-            logits: Tensor = self.model(input_ids=ids, use_cache=False).logits.squeeze(0)
-        finally:
-            if before is None:
-                del self.backbone.forward
-            else:
-                self.backbone.forward = before
+        with one_thread(self.model):
+            before = self.backbone.__dict__.get("forward")
+            self.backbone.forward = forward
+            try:
+                ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
+                logits: Tensor = self.model(input_ids=ids, use_cache=False).logits.squeeze(0)
+            finally:
+                if before is None:
+                    del self.backbone.forward
+                else:
+                    self.backbone.forward = before
         if not called:
             raise ModelError(f"{type(self.model).__name__} does not call its own body as a whole")
         return logits

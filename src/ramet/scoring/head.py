@@ -73,7 +73,9 @@ class _TokenLogProbs(torch.autograd.Function):
         edge_ids = torch.empty_like(targets)
         spans = _spans(logits, chunk)
         # One place for all spans: memory that was just written to is in the cache, and memory that is new is not.
-        first, second = (logits.new_empty(spans[0].stop if spans else 0, logits.shape[-1], dtype=dtype) for _ in "ab")
+        size = spans[0].stop if spans else 0, logits.shape[-1]
+        first = logits.new_empty(size, dtype=dtype)
+        second = logits.new_empty(size, dtype=dtype) if entropy else None
         for span in spans:
             scaled, ids = scaled_logits(logits[span], divisor), targets[span]
             edge = None if cuts is None else edge_of(scaled, cuts)
@@ -81,7 +83,7 @@ class _TokenLogProbs(torch.autograd.Function):
                 edge_values[span], edge_ids[span] = edge.value, edge.last
             kept = _kept(scaled, ids, edge)
             normalisers[span], entropies[span] = _normaliser(
-                scaled, kept, first[: len(ids)], second[: len(ids)] if entropy else None
+                scaled, kept, first[: len(ids)], None if second is None else second[: len(ids)]
             )
             values[span] = scaled.gather(-1, ids[:, None]).squeeze(-1) - normalisers[span]
         ctx.save_for_backward(logits, targets, normalisers, entropies, edge_values, edge_ids, divisor)

@@ -30,6 +30,9 @@ class InFile:
         They are mapped from the file, not read: the system loads what is used, and may drop it where memory is scarce.
         Raises `ModelError` where the files are not those that there were.
         """
+        if not any(parameter.is_meta for parameter in self.model.parameters()):  # lent already
+            yield self.model
+            return
         if _stamp(self.folder) != self.stamp:
             raise ModelError(
                 f"the weights in {self.folder} were moved, removed or written again since the reference was made",
@@ -38,13 +41,16 @@ class InFile:
         with contextlib.ExitStack() as stack:
             try:
                 for name, tensor in _tensors(self.folder, stack):
-                    for module, key in self.names.get(name, ()):
-                        module._parameters[key] = nn.Parameter(tensor, requires_grad=False)
+                    self._put(name, nn.Parameter(tensor, requires_grad=False))
                 yield self.model
             finally:
-                for places in self.names.values():
-                    for module, key in places:
-                        module._parameters[key] = _absent(module._parameters[key])
+                for name, parameter in [*self.model.named_parameters()]:
+                    self._put(name, _absent(parameter))
+
+    def _put(self, name: str, parameter: nn.Parameter) -> None:
+        """Put a weight where it belongs, a tied one in each of its places."""
+        for module, key in self.names.get(name, ()):
+            module._parameters[key] = parameter
 
 
 def in_file(model: nn.Module, folder: Path) -> InFile:
@@ -67,6 +73,7 @@ def in_file(model: nn.Module, folder: Path) -> InFile:
     """
     if any(parameter.device.type != "cpu" for parameter in model.parameters()):
         raise ModelError("weights can be mapped from a file on the CPU alone", hint="use a copy of the model")
+    folder = Path(folder).resolve()
     there = dict(model.named_parameters())
     named = {id(parameter): name for name, parameter in there.items()}
     frozen = copy.deepcopy(model, {id(parameter): _absent(parameter) for parameter in there.values()})
@@ -83,7 +90,7 @@ def in_file(model: nn.Module, folder: Path) -> InFile:
             if name in buffers:
                 continue
             here = there.get(name)
-            if here is None or here.dtype != tensor.dtype or not torch.equal(here, tensor):
+            if here is None or not _same_bits(here.detach(), tensor):
                 raise ModelError(f"{folder} holds a weight {name!r} that is not one of {type(model).__name__}")
             found.add(name)
     if found != set(there):
@@ -102,12 +109,20 @@ def _tensors(folder: Path, stack: contextlib.ExitStack) -> Iterator[tuple[str, T
     from safetensors import safe_open
 
     for path in sorted(folder.glob("*.safetensors")):
-        opened = stack.enter_context(safe_open(path, framework="pt"))
+        try:
+            opened = stack.enter_context(safe_open(path, framework="pt"))
+        except Exception as error:  # the library's own class is not a public one
+            raise ModelError(f"{path} can not be read as safetensors: {error}") from error
         for name in opened.keys():  # noqa: SIM118  # it is no dictionary
             yield name, opened.get_tensor(name)
 
 
-def _absent(parameter: Tensor | None) -> nn.Parameter:
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    return torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in (one, other)))  # NaN is equal to itself
+
+
+def _absent(parameter: Tensor) -> nn.Parameter:
     """Return a parameter like this one that has no memory."""
-    assert parameter is not None
     return nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)

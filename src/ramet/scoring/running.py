@@ -51,22 +51,24 @@ def one_thread(model: nn.Module) -> Iterator[None]:
     Raises `ModelError` in the second thread. One thread may be inside several times.
     """
     me = threading.get_ident()
+    wrapped = getattr(model, "get_base_model", None)  # peft's wrapper and what it wraps are one model
+    key: nn.Module = model if wrapped is None else wrapped()
     with _LOCK:
-        thread, depth = _INSIDE.get(model, (me, 0))
+        thread, depth = _INSIDE.get(key, (me, 0))
         if thread != me:
             raise ModelError(
                 f"{type(model).__name__} is being run by another thread, and would be wrong in both",
                 hint="score and sample in one thread, or give each a copy of the model",
             )
-        _INSIDE[model] = me, depth + 1
+        _INSIDE[key] = me, depth + 1
     try:
         yield
     finally:
         with _LOCK:
             if depth:
-                _INSIDE[model] = me, depth
+                _INSIDE[key] = me, depth
             else:
-                del _INSIDE[model]
+                del _INSIDE[key]
 
 
 _LOCK = threading.Lock()

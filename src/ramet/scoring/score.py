@@ -95,7 +95,7 @@ def _score(
     options: Options,
     engine: Engine | Literal["auto"],
 ) -> Scores:
-    with _module(scorer) as model, one_thread(model):
+    with one_thread(scorer if isinstance(scorer, nn.Module) else scorer.model), _module(scorer) as model:
         if model.training:
             raise ModelError(
                 f"score: the {name} is in training mode, where dropout makes noise", hint="call model.eval()"
@@ -117,7 +117,7 @@ def _score(
 
 @contextlib.contextmanager
 def _module(scorer: Scorer) -> Iterator[nn.Module]:
-    """Give what is run: a module, or what is one for now alone, without gradient (it would be gone by then)."""
+    """Give the module that is run; one that is lent for the while has no gradient, for it would be gone by then."""
     if isinstance(scorer, WithoutAdapter):
         with torch.no_grad(), scorer.off() as model:
             yield model
