@@ -1,6 +1,6 @@
 """A training step beside TRL's GRPOTrainer: seconds, peak memory, and how far both are from the machine's limit.
 
-    python benchmarks/training_step.py                                    # all, about a quarter of an hour
+    python benchmarks/training_step.py                                    # all, about 25 minutes
     python benchmarks/training_step.py --only R1 --setting plain --steps 5
     python benchmarks/training_step.py --curves curves.json               # against group size, lengths and depth
     python benchmarks/training_step.py --plot curves.json                 # into docs/performance
