@@ -180,30 +180,25 @@ def limits(threads: int) -> Limits:
 def _all_layers(shape: Shape) -> dict[str, float]:
     """Return the seconds of all linear layers in turn, float32: for 16 rows, as they are and packed, and for 696."""
     import torch
+    from torch import nn
 
-    from ramet.policies.packed import packs
+    from ramet.policies.packed import PackedLinears
 
-    mine: Any = torch.ops.mkldnn
     keys = shape.kv_heads * shape.head_width
-    one = [(shape.width, shape.width)] * 2 + [(keys, shape.width)] * 2
-    one += [(shape.inner, shape.width)] * 2 + [(shape.width, shape.inner)]
-    weights = [torch.randn(size) for size in [*one * shape.layers, (shape.vocabulary, shape.width)]]
+    one = [(shape.width, shape.width)] * 2 + [(shape.width, keys)] * 2
+    one += [(shape.width, shape.inner)] * 2 + [(shape.inner, shape.width)]
+    body = [nn.Linear(*size, bias=False) for size in one * shape.layers]
+    layers = nn.ModuleList([*body, nn.Linear(shape.width, shape.vocabulary, bias=False)])
 
-    def through(rows: int, multiply: Callable[[Any, Any], object], layers: Sequence[tuple[Any, int]]) -> float:
+    def through(rows: int, some: Sequence[Any]) -> float:
         given = {width: torch.randn(rows, width) for width in (shape.width, shape.inner)}
-        return _best(lambda: [multiply(given[width], layer) for layer, width in layers], 1.0)
+        return _best(lambda: [layer(given[layer.in_features]) for layer in some], 1.0)
 
     with torch.inference_mode():
-        plain = [(weight, weight.shape[1]) for weight in weights]
         # The head runs over other rows than the 696.
-        found = {
-            "16 rows": through(16, torch.nn.functional.linear, plain),
-            "696 rows without the head": through(696, torch.nn.functional.linear, plain[:-1]),
-        }
-        if packs(torch.float32):
-            packed = [(mine._reorder_linear_weight(weight, 16), width) for weight, width in plain]
-            packed_linear = mine._linear_pointwise.default
-            found["16 rows, packed"] = through(16, lambda x, w: packed_linear(x, w, None, "none", [], ""), packed)
+        found = {"16 rows": through(16, list(layers)), "696 rows without the head": through(696, body)}
+        with PackedLinears(layers, rows=16):
+            found["16 rows, packed"] = through(16, list(layers))
     return found
 
 
@@ -215,9 +210,9 @@ def measured(threads: int) -> Limits:
 
 
 def _product(left: object, right: object) -> Callable[[], object]:
-    import torch
+    from torch.nn.functional import linear
 
-    return lambda: torch.nn.functional.linear(left, right)  # type: ignore[arg-type]
+    return lambda: linear(left, right)  # type: ignore[arg-type]
 
 
 def _best(work: Callable[[], object], seconds: float = 0.25) -> float:

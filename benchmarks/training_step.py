@@ -16,8 +16,8 @@ the two take turns, a step each, so that a machine that is slower for some minut
 after the other, for memory). A figure is the median over the steps after a first one, with short prompts, that is not
 counted.
 Memory is the highest resident memory in a step, all of the process counted; "on top" is what a step takes above the
-memory that rests between steps (weights, reference, moments, libraries; no gradients). A ratio of times is theirs by
-ours, one of memory ours by theirs.
+memory that rests between steps (weights, moments, libraries, and on the peer's side the reference; no gradients). A
+ratio of times is theirs by ours, one of memory ours by theirs.
 
 TRL runs in an interpreter of its own, in `benchmarks/.peers`, made on the first use; `--trl-python` names one that is
 there already. The limit is in `limits.py`.

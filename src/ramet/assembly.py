@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -161,7 +162,8 @@ def reference_of(model: PreTrainedModel, folder: Path) -> PreTrainedModel | InFi
     """
     try:
         return in_file(model, folder)
-    except ModelError:
+    except ModelError as error:
+        logging.getLogger(__name__).info("the reference is a copy in memory: %s", error)
         return frozen(model)
 
 

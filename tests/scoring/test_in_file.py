@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from threading import Thread
 
 import pytest
 import torch
@@ -96,24 +95,10 @@ def test_a_second_thread_is_told_and_takes_nothing_away(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     reference = in_file(model, tmp_path)
     right = score(reference, forest).log_probs
-    told: list[str] = []
-
-    def other() -> None:
-        try:
-            score(reference, forest)
-        except ModelError as error:
-            told.append(str(error))
-
-    def while_it_runs(*_: object) -> None:
-        handle.remove()
-        thread = Thread(target=other)
-        thread.start()
-        thread.join()
-
-    handle = reference.model.get_submodule("model.layers.0").register_forward_pre_hook(while_it_runs)
+    told = zoo.while_it_runs(reference.model.get_submodule("model.layers.0"), lambda: score(reference, forest))
     found = score(reference, forest).log_probs
-    assert len(told) == 1
-    assert "another thread" in told[0]
+    assert [type(error) for error in told] == [ModelError]
+    assert "another thread" in str(told[0])
     assert torch.equal(found.nan_to_num(1.0), right.nan_to_num(1.0))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from threading import Thread
 from types import SimpleNamespace
 
 import pytest
@@ -469,26 +468,16 @@ def test_a_model_is_for_one_thread_at_a_time() -> None:
     model, forest = zoo.named("Llama").build(), zoo.two_level_forest()
     right = score(model, forest).log_probs.detach()
     copied = copy.deepcopy(model)
-    told: list[str] = []
     beside: list[Tensor] = []
 
     def other() -> None:
-        try:
-            score(model, forest)
-        except ModelError as error:
-            told.append(str(error))
         beside.append(score(copied, forest).log_probs.detach())
+        score(model, forest)
 
-    def while_it_runs(*_: object) -> None:
-        handle.remove()
-        thread = Thread(target=other)
-        thread.start()
-        thread.join()
-
-    handle = model.get_input_embeddings().register_forward_pre_hook(while_it_runs)
+    told = zoo.while_it_runs(model.get_input_embeddings(), other)
     found = score(model, forest).log_probs.detach()
-    assert len(told) == 1
-    assert "another thread" in told[0]
+    assert [type(error) for error in told] == [ModelError]
+    assert "another thread" in str(told[0])
     assert torch.equal(found.nan_to_num(1.0), right.nan_to_num(1.0))
     assert torch.equal(beside[0].nan_to_num(1.0), right.nan_to_num(1.0))
     assert torch.equal(score(model, forest).log_probs.detach().nan_to_num(1.0), right.nan_to_num(1.0))

@@ -10,6 +10,7 @@ import copy
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from threading import Thread
 from typing import Any, Literal
 
 import torch
@@ -647,3 +648,23 @@ def gradient_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> flo
         for name, gradient in expected.items()
     ]
     return max(errors)
+
+
+def while_it_runs(module: nn.Module, work: Callable[[], object]) -> list[Exception]:
+    """Let another thread do `work` when `module` is next called, before it runs; return the errors that will be met."""
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            work()
+        except Exception as error:  # for the test to look at
+            errors.append(error)
+
+    def beside(*_: object) -> None:
+        handle.remove()
+        thread = Thread(target=run)
+        thread.start()
+        thread.join()
+
+    handle = module.register_forward_pre_hook(beside)
+    return errors

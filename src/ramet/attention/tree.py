@@ -57,9 +57,9 @@ def tree_attention(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks, ru
 class _TreeAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, blocks: Blocks, rule: Rule
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, blocks: Blocks, whole_rule: Rule
     ) -> Tensor:
-        q, k, v = _laid_out(query, key, value)
+        q, k, v, rule = _laid_out(query, key, value, whole_rule)
         heads, total, shared, _ = q.shape
         # Every token is in one square: what is made here empty is full before a rectangle adds to it.
         out = torch.empty(heads, total, shared, v.shape[-1], dtype=_wide(v), device=v.device)
@@ -77,15 +77,14 @@ class _TreeAttention(torch.autograd.Function):
             out *= (mass - whole).exp_()[..., None]
             mass = whole
         ctx.save_for_backward(query, key, value, sinks, out, mass)
-        ctx.blocks, ctx.rule = blocks, rule
+        ctx.blocks, ctx.rule = blocks, whole_rule
         return out.transpose(0, 1).reshape(total, heads * shared, v.shape[-1]).to(value.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, sinks, out, mass = ctx.saved_tensors
-        rule: Rule = ctx.rule
-        q, k, v = _laid_out(query, key, value)
+        q, k, v, rule = _laid_out(query, key, value, ctx.rule)
         heads, total, shared, _ = q.shape
         g = gradient.view(total, heads, shared, v.shape[-1]).transpose(0, 1).contiguous().to(v.dtype)
         inner = (g * out).sum(-1)
@@ -101,9 +100,9 @@ class _TreeAttention(torch.autograd.Function):
             share = (_by_head(sinks, heads).to(mass) - mass).exp()
             d_sinks = -(share * inner).sum(1).flatten().to(sinks.dtype)
         d_query = torch.empty_like(query)
-        torch.mul(into.q.transpose(1, 2), rule.scale, out=d_query.view(heads, shared, *query.shape[1:]))
-        d_key = into.k.mul_(rule.scale).to(key.dtype)
-        return d_query, d_key, into.v.to(value.dtype), d_sinks, None, None
+        torch.mul(into.q.transpose(1, 2), ctx.rule.scale, out=d_query.view(heads, shared, *query.shape[1:]))
+        d_key = into.k if rule.scale == 1 else into.k.mul_(rule.scale)
+        return d_query, d_key.to(key.dtype), into.v.to(value.dtype), d_sinks, None, None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,14 +120,18 @@ class _Given:
     inner: Tensor
 
 
-def _laid_out(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _laid_out(query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> tuple[Tensor, Tensor, Tensor, Rule]:
     """Return queries [Hq, T, D] as [Hk, T, Hq / Hk, D], with keys and values, in the dtype of `_product`.
 
-    A run of tokens is then one matrix per key head.
+    A run of tokens is then one matrix per key head. Queries are scaled already, and the rule says so, where they are
+    not of 16 bits, in which the scale would round them once more.
     """
     grouped = query.view(len(key), len(query) // len(key), *query.shape[1:]).transpose(1, 2)
-    dtype = value.dtype if _sums_wide(value) else _wide(value)
-    return grouped.contiguous().to(dtype), key.contiguous().to(dtype), value.contiguous().to(dtype)
+    if value.dtype != _wide(value) and _sums_wide(value):
+        return grouped.contiguous(), key.contiguous(), value.contiguous(), rule
+    dtype = _wide(value)
+    scaled = torch.mul(grouped.to(dtype), rule.scale, out=query.new_empty(grouped.shape, dtype=dtype))
+    return scaled, key.contiguous().to(dtype), value.contiguous().to(dtype), replace(rule, scale=1.0)
 
 
 def _by_head(sinks: Tensor, heads: int) -> Tensor:

@@ -84,7 +84,7 @@ class Halves:
         """Return log-probs [M] of `targets` int64 [M] after hidden states [M, d], and their entropies if wanted.
 
         A chunk of logits exists at a time; with gradient it is computed again in the backward pass. With `keep` the
-        last one is not: it is the first that the backward pass asks for, so if that comes next, nothing is saved by it.
+        last one is not: the backward pass asks for it first, and if that comes next, dropping it would save nothing.
         """
         most = min(options.chunk, max(1, LOGITS // self.model.config.get_text_config().vocab_size))
         chunk = -(-len(targets) // max(1, -(-len(targets) // most))) or 1  # so that all are of one size

@@ -100,9 +100,10 @@ class _TokenLogProbs(torch.autograd.Function):
             scaled, ids = scaled_logits(logits[span], divisor), targets[span]
             edge = Edge(edge_values[span], edge_ids[span]) if ctx.cut else None
             pull = torch.zeros_like(normalisers[span]) if of_values is None else of_values[span]
+            place = gradient[span]
             if of_entropies is None and edge is None:
-                place = gradient[span] if gradient.dtype == scaled.dtype else torch.empty_like(scaled)
-                of_scaled = torch.sub(scaled, normalisers[span, None], out=place).exp_().mul_(-pull[:, None])
+                into = place if place.dtype == scaled.dtype else torch.empty_like(scaled)
+                of_scaled = torch.sub(scaled, normalisers[span, None], out=into).exp_().mul_(-pull[:, None])
             elif of_entropies is None:
                 of_scaled = _distribution(scaled, normalisers[span], _kept(scaled, ids, edge))[1].mul_(-pull[:, None])
             else:
@@ -112,8 +113,8 @@ class _TokenLogProbs(torch.autograd.Function):
             of_scaled.scatter_add_(-1, ids[:, None], pull[:, None])
             if divisor is not None:
                 of_scaled.div_(divisor.to(of_scaled.dtype))
-            if of_scaled.data_ptr() != gradient[span].data_ptr():
-                gradient[span] = of_scaled
+            if of_scaled is not place:
+                place.copy_(of_scaled)
         return gradient, None, None, None, None, None
 
 
