@@ -548,10 +548,67 @@ def test_metrics_are_means_over_what_has_a_score() -> None:
     assert reward_metrics(Forest())["failed"] == 0.0
 
 
+def cut_at_turns(rows: Sequence[Row]) -> Forest:
+    """The forest of `rows`, in which each turn is a part of its own, and all that stood before it is its prompt."""
+    forest = Forest()
+    for row in rows:
+        path = list(row.prompt)
+        for turn, segment in enumerate(row.segments):
+            if turn % 2 == 0:
+                group, member, part = [row.group], [row.member], [turn // 2]
+                [number] = forest.plant([torch.tensor(path)], groups=group, members=member, parts=part)
+                tokens = [torch.tensor(segment, dtype=torch.int64)]
+                known = [sampler_log_probs(row, segment)]
+                forest.grow([number], tokens, Kind.SAMPLED, log_probs=known, versions=[0])
+                forest.rollouts[number].outcome, forest.rollouts[number].stop = row.outcome, row.stop
+            path += segment
+    return forest
+
+
+@pytest.mark.parametrize("updates", [1, 3])
+@pytest.mark.parametrize("reduction", ["grpo", "dr_grpo", "dapo"])
+@pytest.mark.parametrize("place", ["loss", "reward"])
+def test_an_episode_in_parts_weighs_as_one(pair: Pair, reduction: str, place: str, updates: int) -> None:
+    """Cut at its turns, it gives the same weights, advantages and counts: within 1e-9, float64."""
+    kl = {"coefficient": 0.3, "place": place}
+    config = config_of(kind="clipped", reduction=reduction, kl=kl, advantage="group_mean_std", updates=updates)
+    whole, logged, batch, forest = step(*pair, ROWS, config)
+    cut, parts = copy.deepcopy(pair[0]), cut_at_turns(ROWS)
+    pieces = prepare(cut, pair[1], parts, config, step=1)
+    again = update(cut, torch.optim.SGD(cut.parameters(), lr=0.1), parts, pieces, config)
+    assert len(parts.rollouts) == len(forest.rollouts) + 2
+    assert len(pieces.rollouts) == len(batch.rollouts) + 1  # of row 5, which said nothing, no part is trained on
+    assert largest_difference(cut, whole) <= 1e-9
+    assert again["trained_on"] == logged["trained_on"] == 9
+    assert again["loss"] == pytest.approx(logged["loss"], rel=1e-9)
+    assert pieces.advantages.tolist() == pytest.approx(batch.advantages.tolist(), abs=1e-12)
+    assert reward_metrics(parts) == reward_metrics(forest)
+
+
+def test_the_parts_of_an_episode_stand_together(pair: Pair) -> None:
+    forest = cut_at_turns(ROWS)
+    assert forest.episodes == [0, 1, 2, 3, 4, 4, 6, 6, 8, 9, 10, 11, 12, 13]
+    assert Forest.from_arrays(forest.to_arrays()).episodes == forest.episodes
+    lost = forest.subset([5])
+    with pytest.raises(ForestError, match="rollout 0 is part 1 of group 9, member 0: expected part 0"):
+        prepare(*pair, lost, config_of(), step=1)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.integers(1, 3), max_size=20), st.integers(1, 12))
+def test_minibatches_keep_the_parts_of_an_episode_together(parts: list[int], pieces: int) -> None:
+    episodes = [number for number, count in enumerate(parts) for _ in range(count)]
+    found = _minibatches(episodes, pieces)
+    assert [row for piece in found for row in piece] == list(range(len(episodes)))
+    counts = [len({episodes[row] for row in piece}) for piece in found]
+    assert sum(counts) == len(parts)
+    assert max(counts, default=0) - min(counts, default=0) <= 1
+
+
 @settings(deadline=None, max_examples=40)
 @given(st.integers(0, 50), st.integers(1, 12))
 def test_minibatches_partition_evenly(count: int, pieces: int) -> None:
-    found = _minibatches(count, pieces)
+    found = _minibatches(list(range(count)), pieces)
     assert [row for piece in found for row in piece] == list(range(count))
     assert len(found) == min(count, pieces)
     assert all(found)

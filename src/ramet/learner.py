@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,12 +29,14 @@ from ramet.types import Support
 class Batch:
     """What the loss needs, flat over the M sampled tokens of the rollouts that are trained on.
 
-    `lengths` int64 counts the sampled tokens of a token's rollout. `start` are the trainer's log-probs at the start of
+    `lengths` int64 counts the sampled tokens of a token's episode, all parts of it; `episodes` says, for each rollout,
+    which episode of the batch it is a part of, counted from 0. `start` are the trainer's log-probs at the start of
     the batch; where a batch gets a single update they are the current ones, and are filled in as they come. `entropy`
     likewise.
     """
 
     rollouts: list[int]
+    episodes: list[int]
     sampled: Sampled
     lengths: Tensor
     advantages: Tensor
@@ -47,14 +50,14 @@ def outcomes_of(forest: Forest, *, truncated: str) -> tuple[Tensor, Tensor, Tens
     """Return scores float64 [R], groups int64 [R] and which rollouts count, bool [R].
 
     A rollout counts if it was scored and, with `truncated="drop"`, was not ended by a limit; the others leave their
-    group's baseline alone.
+    group's baseline alone. Of an episode of several parts the first one counts, for all of them.
     """
     counts, scores = [], []
     for rollout in forest.rollouts:
         outcome = rollout.outcome
         scored = outcome is not None and outcome.score is not None
         cut = rollout.stop is not None and rollout.stop.truncated
-        counts.append(scored and not (cut and truncated == "drop"))
+        counts.append(scored and not (cut and truncated == "drop") and rollout.part == 0)
         scores.append(outcome.score if outcome is not None and outcome.score is not None else 0.0)
     groups = torch.tensor([rollout.group for rollout in forest.rollouts], dtype=torch.int64)
     return torch.tensor(scores, dtype=torch.float64), groups, torch.tensor(counts, dtype=torch.bool)
@@ -74,7 +77,10 @@ def prepare(model: nn.Module, reference: Scorer, forest: Forest, config: TrainCo
     Raises `ForestError` where a sampled token that would be trained on has no finite log-prob of its sampler.
     """
     scores, groups, valid = outcomes_of(forest, truncated=config.rollout.truncated)
-    rollouts = [n for n in torch.nonzero(valid).squeeze(1).tolist() if len(forest.sampled([n]).index)]
+    first = torch.tensor(forest.episodes, dtype=torch.int64)
+    whole = torch.nonzero(valid[first]).squeeze(1) if len(first) else first
+    rollouts = [n for n in whole.tolist() if len(forest.sampled([n]).index)]
+    episodes = torch.unique(first[rollouts], return_inverse=True)[1] if rollouts else first[:0]
     sampled = forest.sampled(rollouts)
     unknown = ~sampled.log_probs.isfinite()
     if bool(unknown.any()):
@@ -96,15 +102,16 @@ def prepare(model: nn.Module, reference: Scorer, forest: Forest, config: TrainCo
     if in_reward:
         # k1, whatever the loss uses: the only estimator whose gradient is right in a reward (see kl.py).
         penalty = kl_penalty(start, reference_log_probs, coef=config.kl.coefficient, estimator="k1")
-        owner = torch.tensor(rollouts, dtype=torch.int64)[sampled.row]
+        owner = first[rollouts][sampled.row]
         scores = scores.index_add(0, owner, -penalty.double())
-    gains = _advantages(scores, groups, valid, config)
+    gains = _advantages(scores, groups, valid, config)[first]
     for rollout, gain in zip(forest.rollouts, gains.tolist(), strict=True):
         rollout.advantage = gain
     return Batch(
         rollouts=rollouts,
+        episodes=episodes.tolist(),
         sampled=sampled,
-        lengths=sampled.lengths,
+        lengths=losses.sequence_lengths(episodes[sampled.row]),
         advantages=gains[torch.tensor(rollouts, dtype=torch.int64)][sampled.row].to(start),
         start=start,
         entropy=torch.full_like(start, torch.nan),
@@ -166,7 +173,7 @@ def update(
 ) -> dict[str, float]:
     """Take the optimiser steps of one batch; return what is worth logging.
 
-    `trained_on` counts the rollouts that entered; where none did, nothing else is said. `tokens_trained` are the tokens
+    `trained_on` counts the episodes that entered; where none did, nothing else is said. `tokens_trained` are the tokens
     of their rows, prompts included, and `tokens_computed` those that the model ran over, shared ones once. Raises
     `ModelError` as `checked_step` does.
     """
@@ -174,7 +181,7 @@ def update(
     counts = {"tokens_computed": 0, "tokens_trained": 0}
     updates = 0
     for epoch in range(config.optimizer.epochs_per_step):
-        for rows in _minibatches(len(batch.rollouts), config.optimizer.updates_per_step):
+        for rows in _minibatches(batch.episodes, config.optimizer.updates_per_step):
             logged = _one_update(model, optimizer, forest, batch, rows, config, first=epoch == 0)
             updates += 1
             for name in totals:
@@ -183,7 +190,7 @@ def update(
                 counts[name] += int(logged[name])
     if updates == 0:
         return {"trained_on": 0}
-    logged = {"trained_on": len(batch.rollouts), **counts}
+    logged = {"trained_on": len(set(batch.episodes)), **counts}
     logged |= {name: value / updates for name, value in totals.items()}
     gap = losses.mismatch(batch.start, batch.sampled.log_probs)
     logged |= {"mismatch_kl": gap.kl, "mismatch_max": gap.largest, "entropy": float(batch.entropy.mean())}
@@ -192,9 +199,10 @@ def update(
     return logged
 
 
-def _minibatches(count: int, pieces: int) -> list[range]:
-    """Cut `count` rollouts into at most `pieces` runs of nearly equal size, none empty."""
-    edges = [count * piece // pieces for piece in range(pieces + 1)]
+def _minibatches(episodes: Sequence[int], pieces: int) -> list[range]:
+    """Cut rollouts, whose `episodes` rise from 0, into at most `pieces` runs of nearly as many episodes, none empty."""
+    count = episodes[-1] + 1 if episodes else 0
+    edges = [bisect_left(episodes, count * piece // pieces) for piece in range(pieces + 1)]
     return [range(low, high) for low, high in itertools.pairwise(edges) if high > low]
 
 
@@ -211,6 +219,7 @@ def _one_update(
     ends = torch.bincount(batch.sampled.row, minlength=len(batch.rollouts)).cumsum(0).tolist()
     begins = [0, *ends[:-1]]
     tokens = ends[rows[-1]] - begins[rows[0]]
+    sequences = len({batch.episodes[row] for row in rows})
     optimizer.zero_grad(set_to_none=True)
     logged = {"loss": 0.0, "clip_fraction": 0.0, "tokens_computed": 0, "tokens_trained": 0}
     at = rows[0]
@@ -225,7 +234,7 @@ def _one_update(
             batch.entropy[span] = scores.entropy[batch.sampled.index[span]].detach().cpu()
         if not batch.start_known:
             batch.start[span] = current.detach()
-        loss, held = _loss(current, batch, span, config, sequences=len(rows), tokens=tokens)
+        loss, held = _loss(current, batch, span, config, sequences=sequences, tokens=tokens)
         loss.backward()  # type: ignore[no-untyped-call]
         logged["loss"] += float(loss.detach())
         logged["clip_fraction"] += held
@@ -294,11 +303,12 @@ def _loss(
 
 def reward_metrics(forest: Forest) -> Mapping[str, float | dict[str, float] | None]:
     """Describe what a step's rollouts earned and how they ended, means over the rollouts that have a score."""
-    outcomes = [rollout.outcome for rollout in forest.rollouts if rollout.outcome is not None]
+    episodes = [rollout for rollout in forest.rollouts if rollout.part == 0]
+    outcomes = [rollout.outcome for rollout in episodes if rollout.outcome is not None]
     scored = [outcome for outcome in outcomes if outcome.score is not None]
     values = torch.tensor([outcome.score for outcome in scored], dtype=torch.float64)
     names = sorted({name for outcome in scored for name in outcome.rewards})
-    stops = [rollout.stop is not None and rollout.stop.truncated for rollout in forest.rollouts]
+    stops = [rollout.stop is not None and rollout.stop.truncated for rollout in episodes]
     return {
         "reward": float(values.mean()) if scored else None,
         "reward_std": float(values.std(correction=0)) if scored else None,

@@ -15,7 +15,7 @@ from ramet.errors import ForestError
 from ramet.forest.rollout import Form, Path, Unit
 from ramet.types import Outcome, OutcomeKind, StopReason
 
-FORMAT = "ramet forest 1"
+FORMAT = "ramet forest 2"
 _Row = TypeVar("_Row")
 
 

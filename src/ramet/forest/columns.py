@@ -24,7 +24,7 @@ from ramet.types import Kind
 if TYPE_CHECKING:
     from ramet.forest.forest import Forest
 
-_NUMBERS = ("group", "member", "prompt_index", "end")
+_NUMBERS = ("group", "member", "prompt_index", "end", "part")
 _OF_TOKENS: dict[str, tuple[type[np.generic], torch.dtype]] = {
     "kinds": (np.int8, torch.int8),
     "log_probs": (np.float32, torch.float32),
@@ -92,6 +92,8 @@ def _rollouts(found: Arrays, about: About, nodes: Nodes) -> list[Rollout]:
     numbers = {name: found.numbers(f"rollouts.{name}", count).tolist() for name in _NUMBERS}
     ends = np.array(numbers["end"], dtype=np.int64)
     refuse("rollouts.end", (ends < 0) | (ends >= len(nodes)), f"a node, 0 to {len(nodes) - 1}", ends)
+    parts = np.array(numbers["part"], dtype=np.int64)
+    refuse("rollouts.part", parts < 0, "the number of a part, from 0", parts)
     advantages = found.numbers("rollouts.advantage", count, torch.float64).tolist()
     lengths = np.array([nodes.table[end].depth for end in ends.tolist()], dtype=np.int64)
     total = int(lengths.sum())
@@ -108,6 +110,7 @@ def _rollouts(found: Arrays, about: About, nodes: Nodes) -> list[Rollout]:
             member=numbers["member"][number],
             prompt_index=numbers["prompt_index"][number],
             end=numbers["end"][number],
+            part=numbers["part"][number],
             stop=about.stops[number],
             outcome=about.outcomes[number],
             advantage=advantages[number],

@@ -45,7 +45,7 @@ def _paired(one: Nodes, other: Nodes) -> dict[int, int] | None:
 
 def _content(rollout: Rollout, end: int) -> object:
     of_tokens = (rollout.kinds.tobytes(), rollout.log_probs.tobytes(), rollout.versions.tobytes())
-    told = (rollout.group, rollout.member, rollout.prompt_index, rollout.stop, rollout.advantage)
+    told = (rollout.group, rollout.member, rollout.prompt_index, rollout.part, rollout.stop, rollout.advantage)
     outcome = json.dumps(outcome_to_json(rollout.outcome), sort_keys=True)
     return end, told, outcome, of_tokens, _steps_content(rollout.steps)
 

@@ -44,19 +44,24 @@ class Tables:
         groups: Sequence[int],
         members: Sequence[int],
         prompt_indices: Sequence[int] | None = None,
+        parts: Sequence[int] | None = None,
     ) -> list[int]:
-        """Start a rollout at each prompt (int64 [L], L may be 0) and return the rollouts' numbers."""
+        """Start a rollout at each prompt (int64 [L], L may be 0) and return the rollouts' numbers.
+
+        `parts` says which part of its episode each is (see `Rollout`); 0 by default.
+        """
         indices = [-1] * len(prompts) if prompt_indices is None else prompt_indices
-        if not len(prompts) == len(groups) == len(members) == len(indices):
+        places = [0] * len(prompts) if parts is None else parts
+        if not len(prompts) == len(groups) == len(members) == len(indices) == len(places):
             raise ForestError(
-                f"plant: expected one group, member and prompt index for each of {len(prompts)} prompts: found "
-                f"{len(groups)}, {len(members)} and {len(indices)}"
+                f"plant: expected one group, member, prompt index and part for each of {len(prompts)} prompts: found "
+                f"{len(groups)}, {len(members)}, {len(indices)} and {len(places)}"
             )
         rows = _token_rows("plant", prompts)
         self._check_unit("tokens")
         fresh = [
-            Rollout(group=int(group), member=int(member), prompt_index=int(index))
-            for group, member, index in zip(groups, members, indices, strict=True)
+            Rollout(group=int(group), member=int(member), prompt_index=int(index), part=int(part))
+            for group, member, index, part in zip(groups, members, indices, places, strict=True)
         ]
         unsampled = [np.full(len(row), np.nan, dtype=np.float32) for row in rows]
         self._append(fresh, rows, Kind.PROMPT, unsampled, [-1] * len(rows))
@@ -172,6 +177,25 @@ class Tables:
     def tokens(self) -> Tensor:
         """All distinct tokens, int64 [number of tokens]: a view, in the order in which they came."""
         return torch.from_numpy(self.nodes.tokens)
+
+    @property
+    def episodes(self) -> list[int]:
+        """For each rollout, which rollout is the first part of its episode: itself, where the episode has one part.
+
+        Raises `ForestError` for a part that does not stand behind the part before it.
+        """
+        found: list[int] = []
+        for number, rollout in enumerate(self.rollouts):
+            before = self.rollouts[number - 1] if number else None
+            told = (rollout.group, rollout.member, rollout.part - 1)
+            if rollout.part and (before is None or (before.group, before.member, before.part) != told):
+                raise ForestError(
+                    f"rollout {number} is part {rollout.part} of group {rollout.group}, member {rollout.member}: "
+                    f"expected part {rollout.part - 1} of the same right in front of it",
+                    hint="plant the parts of an episode one behind the other",
+                )
+            found.append(found[-1] if rollout.part else number)
+        return found
 
     @property
     def node_count(self) -> int:
