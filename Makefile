@@ -4,16 +4,20 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-all check fix bench bench-curves bench-smollm2 clean
+.PHONY: demo test test-all test-servers check fix bench bench-curves bench-smollm2 clean
 
 demo: $(STAMP)
 	$(BIN)/ramet train --name sorting-$$(date +%Y%m%d-%H%M%S)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not large"
+	$(BIN)/python -m pytest -m "not large and not servers"
 
 test-all: $(STAMP)
 	$(BIN)/python -m pytest
+
+# Real servers, in environments of their own, which the first run makes: vLLM takes 3.4 GB.
+test-servers: $(STAMP)
+	$(BIN)/python -m pytest tests/servers -m servers
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 
 import pytest
@@ -11,6 +12,9 @@ from transformers.models.bloom import BloomForCausalLM
 from transformers.models.gpt2 import GPT2LMHeadModel
 from transformers.models.gpt_neox import GPTNeoXForCausalLM
 from transformers.models.llama import LlamaForCausalLM
+
+# A run that was started in the background by a script has Ctrl-C ignored: what tests of it would wait for, for ever.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 VOCABULARY = 30
 CONTEXT = 64

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,19 +15,23 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from ramet.chat import ChatTemplate
 from ramet.envs.llm import LLMEnv
-from ramet.errors import TooManyFailures
-from ramet.evaluation import Evaluation, difference, evaluate, rollout_records
+from ramet.episodes import Rules, Start
+from ramet.errors import ModelError, TooManyFailures
+from ramet.evaluation import Evaluation, difference, evaluate, play_each, record_of, rollout_records, tally
 from ramet.forest import Forest
-from ramet.metrics import MetricsLog, paired_difference, read
+from ramet.metrics import Interval, MetricsLog, clustered_mean, paired_difference, read, wilson
 from ramet.models.tiny import tiny_llama, tiny_tokenizer
+from ramet.policies.person import PersonPolicy, script_tokenizer
 from ramet.policies.policy import Policy
 from ramet.policies.scripted import ScriptedPolicy
 from ramet.policies.transformers import TransformersPolicy
 from ramet.prompts import Prompts
-from ramet.rollouts import collect, first_failure, judge_rollouts, samples_of
+from ramet.rollouts import OneTurn, collect, first_failure, judge_rollouts, samples_of
 from ramet.tasks.judge import Judge
-from ramet.types import Completion, Draw, Outcome, Request, Sample, Sampling
+from ramet.tasks.task import Task
+from ramet.types import Completion, Draw, Episode, Outcome, Request, Sample, Sampling, StopReason, ToolCall
 
 TOKENIZER = tiny_tokenizer()
 EOS = TOKENIZER.eos_token_id
@@ -48,10 +53,8 @@ def right(sample: Sample) -> float:
 
 def run(policy: Policy, reward: Callable[[Sample], Any] = right, *, problems: int = 6, **named: Any) -> Evaluation:
     options = {"seed": 3, "when": "before", "step": 0, **named}
-    return evaluate(
-        LLMEnv(from_text=False, eos_token_id=EOS), policy, Prompts(ROWS, TOKENIZER), TOKENIZER, Judge(reward),
-        problems=problems, sampling=Sampling(4, 0.5), **options,
-    )  # fmt: skip
+    play = OneTurn(LLMEnv(from_text=False, eos_token_id=EOS), policy, TOKENIZER, Judge(reward))
+    return evaluate(play, Prompts(ROWS, TOKENIZER), problems=problems, sampling=Sampling(4, 0.5), **options)
 
 
 class Recorder(TransformersPolicy):
@@ -106,10 +109,8 @@ def test_an_evaluation_draws_from_all_tokens_and_stops_where_training_does() -> 
                 yield from policy.complete([plain])
 
     training = Sampling(4, 0.5, stop_ids=(7,), top_k=3, top_p=0.5, min_p=0.2, stop=("ab",))
-    evaluate(
-        LLMEnv(from_text=False, eos_token_id=EOS), Listening(), Prompts(ROWS, TOKENIZER), TOKENIZER, Judge(right),
-        problems=2, sampling=training, seed=3, when="before", step=0,
-    )  # fmt: skip
+    play = OneTurn(LLMEnv(from_text=False, eos_token_id=EOS), Listening(), TOKENIZER, Judge(right))
+    evaluate(play, Prompts(ROWS, TOKENIZER), problems=2, sampling=training, seed=3, when="before", step=0)
     assert asked == [Sampling(4, t, stop_ids=(7,), stop=("ab",)) for t in (0.0, 0.0, 1.0, 1.0)]
 
 
@@ -222,6 +223,7 @@ def test_a_record_says_what_was_asked_answered_and_made_of_it() -> None:
         "member": 0,
         "prompt": "0+1=",
         "completion": "1",
+        "prompt_tokens": TOKENIZER("0+1=")["input_ids"],
         "completion_tokens": [*TOKENIZER("1", add_special_tokens=False)["input_ids"], EOS],
         "score": 1.0,
         "rewards": {"reward": 1.0},
@@ -230,6 +232,8 @@ def test_a_record_says_what_was_asked_answered_and_made_of_it() -> None:
         "reason": "",
         "stop": "eos",
         "decoding": "greedy",
+        "messages": [],
+        "row": {"answer": "1"},
     }
     assert [record["decoding"] for record in found.records] == ["greedy", "sampled"]
 
@@ -258,3 +262,171 @@ def test_a_rollout_is_described_only_once_it_is_judged() -> None:
         rollout_records(forest, samples, when="train", step=1)
     judge_rollouts(forest, samples, range(1), Judge(right))
     assert rollout_records(forest, samples, when="train", step=1)[0]["score"] == 1.0
+
+
+# ---------------------------------------------------------------- episodes of any task
+
+
+CALL = '<tool_call>{"name": "double", "arguments": {"number": 3}}</tool_call>'
+
+
+def double(number: int) -> int:
+    """Double a number."""
+    return 2 * number
+
+
+def play_with(
+    ask: Callable[[Request], str], ended: Callable[[Sample, Outcome], object], task: Task, members: int = 1
+) -> None:
+    tokenizer = script_tokenizer()
+    starts = [Start(row, group, member, group) for group, row in enumerate(task.train) for member in range(members)]
+    rules = Rules(Sampling(200), seed=0)
+    template = ChatTemplate(tokenizer)
+    play_each(
+        task, PersonPolicy(ask, tokenizer), starts, Judge(task.score), template=template, rules=rules, ended=ended
+    )
+
+
+def test_each_episode_is_told_of_with_its_sample_and_outcome() -> None:
+    task = Task("t", ROWS[:3], [], right)
+    told: dict[tuple[int, int], tuple[str, float | None]] = {}
+    play_with(
+        lambda request: "1" if request.draw.member else "2",
+        lambda sample, outcome: told.__setitem__((sample.group, sample.member), (sample.completion, outcome.score)),
+        task,
+        members=2,
+    )
+    assert told == {
+        (0, 0): ("2", 0.0), (0, 1): ("1", 1.0),
+        (1, 0): ("2", 1.0), (1, 1): ("1", 0.0),
+        (2, 0): ("2", 0.0), (2, 1): ("1", 0.0),
+    }  # fmt: skip
+
+
+def test_what_was_told_before_an_error_is_not_lost() -> None:
+    """The first episode is of one turn, and the person leaves in the second turn of the other."""
+    rows = [{"prompt": "once", "turns": 1}, {"prompt": "twice", "turns": 2}]
+
+    def reply(episode: Episode) -> str | None:
+        return None if episode.turns == episode.row["turns"] else "again"
+
+    told: list[str] = []
+    first_was_told = threading.Event()
+
+    def ask(request: Request) -> str:
+        if request.draw.turn == 1:
+            assert first_was_told.wait(30)
+            raise KeyboardInterrupt
+        return "yes"
+
+    def ended(sample: Sample, outcome: Outcome) -> None:
+        told.append(sample.row["prompt"])
+        first_was_told.set()
+
+    task = Task("t", rows, [], lambda sample: 1.0, reply=reply, max_turns=2)
+    with pytest.raises(KeyboardInterrupt):
+        play_with(ask, ended, task)
+    assert told == ["once"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ModelError("out of memory")])
+def test_episodes_that_were_under_way_are_no_failed_ones(error: Any) -> None:
+    """Many times, for what a row is told and the end of the whole come from two threads."""
+
+    def ask(request: Request) -> str:
+        raise error
+
+    told: list[Outcome] = []
+    for _ in range(20):
+        with pytest.raises(error if isinstance(error, type) else type(error)):
+            play_with(ask, lambda sample, outcome: told.append(outcome), Task("t", ROWS[:3], [], right))
+    assert told == []
+
+
+def test_a_record_of_several_turns_holds_the_conversation_with_its_calls_and_all_sampled_tokens(tmp_path: Path) -> None:
+    prompt = [{"role": "user", "content": "double 3"}]
+    task = Task(
+        "t", [{"prompt": prompt, "answer": "6", "not": {1, 2}}], [],
+        lambda sample: {"right": right(sample), "long": 0.5}, tools=[double], max_turns=3,
+    )  # fmt: skip
+    records: list[dict[str, Any]] = []
+    play_with(
+        lambda request: "6" if request.draw.turn else CALL,
+        lambda sample, outcome: records.append(record_of(sample, outcome, when="eval", step=0)),
+        task,
+    )
+    with MetricsLog(tmp_path / "rollouts.jsonl") as log:
+        log.extend(records)
+    [record] = read(tmp_path / "rollouts.jsonl")
+    assert (record["prompt"], record["completion"], record["stop"]) == (prompt, "6", "eos")
+    assert (record["score"], record["rewards"]) == (1.5, {"right": 1.0, "long": 0.5})
+    assert record["row"] == {"answer": "6"}  # a set is nothing that JSON holds
+    roles = [message["role"] for message in record["messages"]]
+    assert roles == ["user", "assistant", "tool", "assistant"]
+    [call] = record["messages"][1]["tool_calls"]
+    assert call["function"] == {"name": "double", "arguments": {"number": 3}}
+    assert record["messages"][2]["content"] == "6"
+    said = TOKENIZER(CALL, add_special_tokens=False)["input_ids"]
+    assert record["completion_tokens"] == [*said, EOS, *TOKENIZER("6", add_special_tokens=False)["input_ids"], EOS]
+
+
+def told_record(group: int, score: float | None, outcome: str = "scored", stop: str = "eos") -> dict[str, Any]:
+    return {"group": group, "score": score, "outcome": outcome, "stop": stop}
+
+
+def test_calls_that_are_no_mappings_are_written_as_mappings() -> None:
+    message = {"role": "assistant", "content": "", "tool_calls": [ToolCall("double", {"number": 3}, "c1")]}
+    sample = Sample([message], "6", (1,), (2,), {}, StopReason.EOS, 0, 0, messages=(message,))
+    record = record_of(sample, Outcome.scored(1.0), when="eval", step=0)
+    plain = {**message, "tool_calls": [{"name": "double", "arguments": {"number": 3}, "id": "c1"}]}
+    assert (record["prompt"], record["messages"]) == ([plain], [plain])
+
+
+TALLIED = [
+    told_record(0, 1.0), told_record(0, 0.5), told_record(0, 0.0),
+    told_record(1, 1.0), told_record(1, None, "abstained"), told_record(1, None, "timed_out", "timeout"),
+    told_record(2, None, "environment_error", "error"),
+    told_record(3, 0.0, stop="turn_limit"), told_record(3, 0.0, stop="context_limit"),
+]  # fmt: skip
+
+
+def test_a_tally_by_hand() -> None:
+    """Means 0.5, 1 and 0; of 3, 1 and 2 scores 1, 1 and 0 pass; problem 2 has none."""
+    found = tally(TALLIED, (1, 2, 3, 4))
+    assert found.mean == clustered_mean([[0.5], [1.0], [0.0]])
+    assert (found.rollouts, found.problems, found.abstained, found.failed, found.truncated) == (9, 3, 1, 2, 3)
+    assert [(each.k, each.problems) for each in found.passed] == [(1, 3), (2, 2), (3, 1), (4, 0)]
+    values = [None if each.chance is None else each.chance.value for each in found.passed]
+    # pass@1: (1/3 + 1 + 0) / 3; pass@2: (1 - C(2, 2) / C(3, 2) + 0) / 2; pass@3: problem 0 alone.
+    assert values == [pytest.approx(4 / 9, abs=1e-15), pytest.approx(1 / 3, abs=1e-15), 1.0, None]
+
+
+def test_the_score_from_which_a_rollout_passes_can_be_said() -> None:
+    assert [tally(TALLIED, (3,), pass_at=at).passed[0].chance for at in (0.5, 1.5)] == [
+        Interval(1.0, *wilson(1, 1)),
+        Interval(0.0, *wilson(0, 1)),
+    ]
+
+
+def test_a_tally_of_nothing_has_no_numbers() -> None:
+    table = tally([told_record(0, None, "abstained")], (1,)).as_table()
+    nothing = {"value": None, "low": None, "high": None}
+    assert table == {
+        "score": nothing,
+        "pass_at_k": {"1": {**nothing, "problems": 0}},
+        "problems": 0,
+        "rollouts": 1,
+        "abstained": 1,
+        "failed": 0,
+        "truncated": 0,
+    }
+
+
+@given(st.permutations(TALLIED))
+@hypothesis_settings(deadline=None, max_examples=20)
+def test_a_tally_does_not_depend_on_which_episode_ended_first(records: list[dict[str, Any]]) -> None:
+    """Up to the order of a sum: 1e-12."""
+    found, again = tally(TALLIED, (1, 2)).as_table(), tally(records, (1, 2)).as_table()
+    assert again["score"] == pytest.approx(found["score"], abs=1e-12)
+    for k in ("1", "2"):
+        assert again["pass_at_k"][k] == pytest.approx(found["pass_at_k"][k], abs=1e-12)

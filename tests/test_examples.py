@@ -29,7 +29,9 @@ def promised(module: ModuleType) -> list[str]:
     return [line.rstrip() for line in textwrap.dedent(text.strip("\n")).splitlines()]
 
 
-@pytest.mark.parametrize("name", ["01_reset_and_step", "02_rollouts_with_a_reward", "05_prompts_from_a_loader"])
+@pytest.mark.parametrize(
+    "name", ["01_reset_and_step", "02_rollouts_with_a_reward", "05_prompts_from_a_loader", "06_several_turns"]
+)
 def test_an_example_without_learning_prints_its_docstring(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     module = example(name)
     module.main()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
+import random
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ramet.errors import DataError
-from ramet.metrics import Interval, MetricsLog, Z, mean_interval, paired_difference, read, wilson
+from ramet.metrics import (
+    Interval,
+    MetricsLog,
+    Z,
+    clustered_mean,
+    mean_interval,
+    mean_pass_at_k,
+    paired_difference,
+    pass_at_k,
+    read,
+    wilson,
+)
 
 
 def test_wilson_by_hand() -> None:
@@ -58,6 +71,76 @@ def test_the_mean_of_other_numbers_has_students_interval() -> None:
 def test_one_number_says_nothing_of_the_spread() -> None:
     assert mean_interval([0.5]) == Interval(0.5, -math.inf, math.inf)
     assert paired_difference([0.5], [0.75]) == Interval(0.25, -math.inf, math.inf)
+
+
+def test_scores_of_one_problem_count_as_one() -> None:
+    """Means 0.5, 1 and 0 (a score more or less weighs nothing): mean 0.5, spread 0.5. Tolerance 1e-6: six digits."""
+    found = clustered_mean([[1.0, 0.0], [1.0, 1.0, 1.0], [], [0.0]])
+    half = 4.302653 * 0.5 / math.sqrt(3)
+    assert found == pytest.approx((0.5, 0.5 - half, 0.5 + half), abs=1e-6)
+
+
+def test_many_samples_of_few_problems_are_no_more_sure_than_the_problems() -> None:
+    """Ten equal samples of each of 4 problems have Wilson's interval of 4, not of 40."""
+    assert clustered_mean([[1.0] * 10, [1.0] * 10, [0.0] * 10, [1.0] * 10]) == Interval(0.75, *wilson(3, 4))
+
+
+def test_a_clustered_mean_needs_a_score() -> None:
+    with pytest.raises(ValueError, match="at least one score"):
+        clustered_mean([[], []])
+    with pytest.raises(ValueError, match=r"group 1\[0\] must be finite: found nan"):
+        clustered_mean([[1.0], [], [math.nan]])
+
+
+def test_pass_at_k_by_hand() -> None:
+    # 4 samples, 1 passed: of the 6 pairs 3 hold it; of the 4 triples 3 do.
+    assert [pass_at_k(4, 1, k) for k in (1, 2, 3, 4)] == [0.25, 0.5, 0.75, 1.0]
+    # 5 samples, 2 passed: 1 - C(3, 2) / C(5, 2) = 1 - 3/10.
+    assert pass_at_k(5, 2, 2) == 0.7
+    assert [pass_at_k(9, 0, 3), pass_at_k(9, 9, 1)] == [0.0, 1.0]
+    # 2,000 samples: the binomials have hundreds of digits, and their ratio is exact.
+    assert pass_at_k(2000, 1, 500) == 0.25
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.integers(1, 9).flatmap(lambda n: st.tuples(st.lists(st.booleans(), min_size=n, max_size=n), st.integers(1, n)))
+)
+def test_pass_at_k_is_the_share_of_all_subsets_that_hold_one_that_passed(case: tuple[list[bool], int]) -> None:
+    """Agrees with listing every subset of k samples; both are one division of the same whole numbers."""
+    passed, k = case
+    subsets = list(itertools.combinations(passed, k))
+    assert pass_at_k(len(passed), sum(passed), k) == sum(any(subset) for subset in subsets) / len(subsets)
+
+
+@pytest.mark.parametrize(("samples", "passed", "k"), [(3, 4, 1), (3, -1, 1), (3, 1, 0), (3, 1, 4), (0, 0, 1)])
+def test_pass_at_k_refuses_what_can_not_be(samples: int, passed: int, k: int) -> None:
+    with pytest.raises(ValueError, match=f"found {samples} samples, {passed} passed, k = {k}"):
+        pass_at_k(samples, passed, k)
+
+
+def test_pass_at_k_over_problems_by_hand() -> None:
+    """Estimates 0.5, 1 and 0: mean 0.5, half-width 4.302653 * 0.5 / sqrt(3) = 1.242, cut to [0, 1]."""
+    assert mean_pass_at_k([(4, 1), (4, 4), (2, 0)], k=2) == Interval(0.5, 0.0, 1.0)
+    # With k = n each estimate is 0 or 1: 2 problems of 3.
+    assert mean_pass_at_k([(2, 1), (2, 2), (2, 0)], k=2) == Interval(2 / 3, *wilson(2, 3))
+    with pytest.raises(ValueError, match="at least one score"):
+        mean_pass_at_k([], k=1)
+
+
+@pytest.mark.parametrize("k", [1, 4, 8])
+def test_the_interval_of_pass_at_k_holds_the_truth_as_often_as_it_says(k: int) -> None:
+    """400 draws of 60 problems whose chances are spread evenly over [0, 1], 8 samples each: the truth is k / (k + 1).
+
+    Of 400, 95% would be 380, give or take 4.4; 363 are four times that fewer.
+    """
+    rng, held = random.Random(0), 0
+    for _ in range(400):
+        chances = [rng.random() for _ in range(60)]
+        counts = [(8, sum(rng.random() < chance for _ in range(8))) for chance in chances]
+        _, low, high = mean_pass_at_k(counts, k)
+        held += low <= k / (k + 1) <= high
+    assert held >= 363
 
 
 @pytest.mark.parametrize("freedom", [1, 2, 7, 30, 31, 60, 400])

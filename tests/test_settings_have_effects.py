@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import json
@@ -20,10 +21,12 @@ from ramet.config import TrainConfig, parse, settings
 from ramet.errors import ConfigError, PromptTooLong, TooManyFailures
 from ramet.events import Event, WarmStartStep
 from ramet.metrics import read
-from ramet.models.tiny import tiny_llama, tiny_tokenizer
+from ramet.models.tiny import CHARACTERS, tiny_llama, tiny_tokenizer
 from ramet.policies.decoding import CachedSteps, SharedSteps
 from ramet.policies.transformers import TransformersPolicy
+from ramet.rollouts import Turns
 from ramet.scoring.check import at_rest
+from ramet.tasks import Task
 from ramet.trainer import Trainer
 from ramet.types import Completion, Request, Sample
 
@@ -517,6 +520,103 @@ def test_the_files_of_a_task_are_read(tmp_path: Path) -> None:
     assert {record["score"] for record in records} == {0.25}
 
 
+# ---------------------------------------------------------------- episodes of several turns
+
+
+def conversations(given: TrainConfig, **parts: Any) -> tuple[Trainer, list[dict[str, Any]]]:
+    """Train on a task whose environment says "+" to everything, and return the episodes' records."""
+    rows = [{"prompt": prompt} for prompt in PROMPTS]
+    defaults: dict[str, Any] = {"score": low_ids, "reply": lambda episode: "+", "max_turns": 3}
+    trainer = Trainer.from_task(
+        tiny_llama(TOKENIZER, **SHAPE),
+        Task("talk", rows, [], **{**defaults, **parts}),
+        tokenizer=TOKENIZER,
+        config=given,
+    )
+    result = trainer.train()
+    return trainer, [line for line in read(result.folder / "rollouts.jsonl") if line["when"] == "train"]
+
+
+def always_stops(runs: Path, *overrides: str) -> TrainConfig:
+    """Every token ends a turn, so that only the environment and the limits say how many there are."""
+    return config(runs, "rollout.max_new_tokens=1", f"rollout.stop={json.dumps([*CHARACTERS.strip()])}", *overrides)
+
+
+@shows("rollout.max_turns")
+def test_an_episode_has_as_many_turns_as_are_set_or_as_the_task_says(tmp_path: Path) -> None:
+    for number, (override, turns) in enumerate([("rollout.max_turns=none", 3), ("rollout.max_turns=2", 2)]):
+        trainer, records = conversations(always_stops(tmp_path / str(number), override))
+        assert trainer.config.rollout.max_turns == turns
+        talks = [[message["role"] for message in record["messages"]] for record in records]
+        whole = ["user", *["assistant", "user"] * turns]
+        assert all(talk == whole[: len(talk)] for talk in talks)
+        assert max(map(len, talks)) == len(whole)
+
+
+@shows("rollout.episode_seconds", "rollout.tool_seconds", "rollout.score_seconds")
+def test_what_takes_too_long_is_given_up(tmp_path: Path) -> None:
+    """A reply, a tool and a score that never end: what each limit does to the episode."""
+
+    async def hangs(*_: Any) -> Any:
+        await asyncio.Event().wait()
+
+    async def look(word: str) -> str:
+        """Look a word up."""
+        await asyncio.Event().wait()
+        return word
+
+    failing = "rollout.max_failed_fraction=1"
+    _, slow = conversations(always_stops(tmp_path / "a", "rollout.episode_seconds=0.05", failing), reply=hangs)
+    assert {record["stop"] for record in slow} <= {"timeout", "new_token_limit", "eos"}
+    assert any(record["stop"] == "timeout" and record["outcome"] == "timed_out" for record in slow)
+    _, silent = conversations(always_stops(tmp_path / "b", "rollout.score_seconds=0.05", failing), score=hangs)
+    assert {record["outcome"] for record in silent} == {"timed_out"}
+    given = always_stops(tmp_path / "c", "rollout.tool_seconds=0.05")
+    made = Trainer.from_task(
+        tiny_llama(TOKENIZER, **SHAPE), Task("look", [{"prompt": "1"}], [], low_ids, tools=[look]), config=given,
+        tokenizer=TOKENIZER,
+    )  # fmt: skip
+    assert isinstance(made.play, Turns)
+    assert made.play.rules.tool_seconds == 0.05
+
+
+@shows("rollout.rewrites")
+def test_a_template_that_rewrites_history_is_followed_or_not(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    # Every turn but the last is written with a mark in front.
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{{ '' if loop.last else '~' }}{{ m.content }};"
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    rows = [{"prompt": [{"role": "user", "content": "1"}]}]
+    found = {}
+    for rewrites in ("follow", "keep"):
+        task = Task("talk", rows, [], low_ids, reply=lambda episode: "+", max_turns=2)
+        given = config(tmp_path / rewrites, f"rollout.rewrites={rewrites}")
+        trainer = Trainer.from_task(tiny_llama(tokenizer, **SHAPE), task, tokenizer=tokenizer, config=given)
+        forest, _ = trainer.play(
+            trainer.prompts.first(1, group_size=12), trainer.prompts, sampling=trainer.sampling, seed=0
+        )
+        found[rewrites] = [rollout.part for rollout in forest.rollouts]
+        trainer.play.close()
+    assert max(found["follow"]) == 1
+    assert max(found["keep"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("rollout.max_turns=2", "max_turns"),
+        ("rollout.episode_seconds=2.0", "episode_seconds"),
+        ("rollout.tool_seconds=2.0", "tool_seconds"),
+        ("rollout.rewrites=keep", "rewrites"),
+    ],
+)
+def test_settings_of_several_turns_are_void_for_a_task_of_one(tmp_path: Path, override: str, key: str) -> None:
+    with pytest.raises(ConfigError, match=f"rollout.{key} is for tasks with replies or tools"):
+        Trainer.from_config(recipe(tmp_path, override))
+
+
 # ---------------------------------------------------------------- the warm start
 
 WARM = {"batch_rows": 2, "max_steps": 3, "check_every": 2, "check_problems": 3}
@@ -570,6 +670,13 @@ def test_a_warm_start_does_what_its_settings_say(
         assert found["weights"] != plain["weights"]
     if key in ("warmup_steps", "learning_rate"):
         assert found["first loss"] == plain["first loss"]
+
+
+# ---------------------------------------------------------------- a server
+
+# Shown in test_server_runs.py, where a stand-in for a server is.
+SHOWN.update(f"server.{key}" for key in ("url", "model", "concurrency", "timeout_seconds", "retries"))
+SHOWN.update(("server.weights_folder", "server.key_variable", "rollout.staleness"))
 
 
 # ---------------------------------------------------------------- none is forgotten

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tensordict import NonTensorData, NonTensorStack, TensorDict, lazy_stack
 
 from ramet.ragged import Ragged, Text, choose, read_text, rows
-from ramet.ragged.text_entry import text_of
+from ramet.ragged.text import text_of
 
 fast = settings(deadline=None, max_examples=60)
 WORDS = ["a", "bb", "c", "a"]

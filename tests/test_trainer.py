@@ -24,7 +24,7 @@ from transformers import LlamaForCausalLM
 
 from ramet import learner
 from ramet.checkpoint import RunState, read_state
-from ramet.config import Section, TrainConfig, load, parse, settings
+from ramet.config import Section, ServerConfig, TrainConfig, load, parse, settings
 from ramet.errors import ConfigError, RunExists
 from ramet.events import CheckpointWritten, Evaluated, Event, RunEnded, RunStarted, StepDone, WarmStartStep
 from ramet.forest import Forest
@@ -771,7 +771,8 @@ def test_every_setting_is_read_by_a_run(tmp_path: Path, monkeypatch: pytest.Monk
         from_recipe(tmp_path / "b", "steps=1", "loss.kind=policy_gradient", "loss.importance_cap=2"),
     ]
     prefixes = {type(getattr(runs[0], key)): f"{key}." for key in TrainConfig.model_fields}
-    prefixes = {kind: prefix for kind, prefix in prefixes.items() if issubclass(kind, Section)} | {TrainConfig: ""}
+    prefixes = {kind: prefix for kind, prefix in prefixes.items() if issubclass(kind, Section)}
+    prefixes |= {TrainConfig: "", ServerConfig: "server."}
     found: set[str] = set()
     plain = Section.__getattribute__
 
@@ -783,6 +784,8 @@ def test_every_setting_is_read_by_a_run(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(Section, "__getattribute__", recording, raising=False)
     for settings_of_run in runs:
         Trainer.from_config(settings_of_run).train()
+    # A server is not asked for anything before a run begins, and its settings are read by then.
+    Trainer.from_config(from_recipe(tmp_path / "c", "server={url='http://127.0.0.1:9', model='tiny'}"))
     monkeypatch.undo()
     assert set(settings()) - found - set(READ_ELSEWHERE) == set()
     assert not READ_ELSEWHERE.keys() & found

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from transformers import LlamaForCausalLM
 
+from ramet.assembly import playing_of
 from ramet.config import TrainConfig, parse
-from ramet.envs.llm import LLMEnv
 from ramet.errors import ConfigError, ModelError
 from ramet.events import Event, WarmStarted, WarmStartStep
 from ramet.models.tiny import tiny_llama, tiny_tokenizer
@@ -49,11 +49,10 @@ def start(
     net: LlamaForCausalLM, settings: TrainConfig, given: Task | None = None
 ) -> tuple[WarmStarted, list[WarmStartStep]]:
     given, events = given or task(), list[Event]()
-    eos = TOKENIZER.eos_token_id
     done = warm_start(
         net, TOKENIZER, given, given.train, settings,
         prompts_of=lambda rows: Prompts(rows, TOKENIZER, seed=settings.seed),
-        policy=TransformersPolicy(net), env=LLMEnv(from_text=False, eos_token_id=eos), judge=Judge(given.reward),
+        play=playing_of(given, TransformersPolicy(net), net, TOKENIZER, Judge(given.score), settings),
         sampling=Sampling(3), watcher=events.append,
     )  # fmt: skip
     return done, [event for event in events if isinstance(event, WarmStartStep)]

@@ -26,8 +26,8 @@ import torch
 from datasets import Dataset  # type: ignore[import-untyped]
 from step_work import SEED, Ask, Clock, Meter, Step, answer, held, memory, read_ask, resting, reward, texts
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found]
-from trl.trainer.utils import RepeatSampler  # type: ignore[import-not-found]
+from trl import GRPOConfig, GRPOTrainer
+from trl.trainer.utils import RepeatSampler
 
 
 class Timed(GRPOTrainer):  # type: ignore[misc]

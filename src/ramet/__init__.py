@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from ramet.chat import ChatTemplate, Conversation
     from ramet.config import (
         AdvantageConfig,
         CheckpointConfig,
@@ -20,24 +21,31 @@ if TYPE_CHECKING:
         ModelConfig,
         OptimizerConfig,
         RolloutConfig,
+        ServerConfig,
         TrainConfig,
     )
+    from ramet.envs.chat import ChatEnv
     from ramet.envs.check import check_env_specs
     from ramet.envs.env import EnvBase, TransformedEnv
     from ramet.envs.hashing import LLMHashingEnv
     from ramet.envs.llm import LLMEnv
+    from ramet.episodes import collect_episodes
     from ramet.errors import RametError
     from ramet.forest import Forest, MCTSForest, SipHash
+    from ramet.policies.person import PersonPolicy
     from ramet.policies.policy import Actor, Policy
+    from ramet.policies.reference import ReferencePolicy
     from ramet.policies.scoring import TransformersScorer
     from ramet.policies.scripted import ScriptedPolicy
+    from ramet.policies.server import ServerPolicy
     from ramet.policies.transformers import TransformersPolicy
     from ramet.prompts import Prompts
     from ramet.ragged import as_nested_tensor, as_padded_tensor, compact, pad, rows
     from ramet.rollouts import collect
     from ramet.scoring import Scores, in_file, score, without_adapter
     from ramet.specs import Bounded, Categorical, Composite, NonTensor, Unbounded
-    from ramet.tasks import Judge, Task
+    from ramet.tasks import Judge, JudgeModel, Task, check_task, format_reward, length_reward, weighted
+    from ramet.tools import MCPServer, Tool, python_tool, tool
     from ramet.trainer import Result, Trainer
     from ramet.transforms import (
         Compose,
@@ -49,10 +57,20 @@ if TYPE_CHECKING:
         Tokenizer,
         Transform,
     )
-    from ramet.types import Draw, Kind, Outcome, Sample, Sampling, StopReason, Support
+    from ramet.types import Draw, Episode, Kind, Outcome, Sample, Sampling, StopReason, Support, ToolCall
 
 _PLACES = {
-    "ramet.types": ("Sample", "Outcome", "StopReason", "Kind", "Sampling", "Support", "Draw"),
+    "ramet.types": (
+        "Sample",
+        "Outcome",
+        "StopReason",
+        "Kind",
+        "Sampling",
+        "Support",
+        "Draw",
+        "Episode",
+        "ToolCall",
+    ),
     "ramet.errors": ("RametError",),
     "ramet.prompts": ("Prompts",),
     "ramet.specs": ("Composite", "NonTensor", "Unbounded", "Bounded", "Categorical"),
@@ -71,7 +89,15 @@ _PLACES = {
     "ramet.envs.llm": ("LLMEnv",),
     "ramet.envs.hashing": ("LLMHashingEnv",),
     "ramet.envs.check": ("check_env_specs",),
-    "ramet.tasks": ("Task", "Judge"),
+    "ramet.tasks": (
+        "Task",
+        "Judge",
+        "JudgeModel",
+        "check_task",
+        "format_reward",
+        "length_reward",
+        "weighted",
+    ),
     "ramet.policies.policy": ("Policy", "Actor"),
     "ramet.policies.transformers": ("TransformersPolicy",),
     "ramet.policies.scripted": ("ScriptedPolicy",),
@@ -89,7 +115,23 @@ _PLACES = {
         "OptimizerConfig",
         "EvaluationConfig",
         "CheckpointConfig",
+        "ServerConfig",
     ),
+    "ramet.envs.chat": ("ChatEnv",),
+    "ramet.chat": (
+        "ChatTemplate",
+        "Conversation",
+    ),
+    "ramet.tools": (
+        "MCPServer",
+        "Tool",
+        "python_tool",
+        "tool",
+    ),
+    "ramet.policies.person": ("PersonPolicy",),
+    "ramet.policies.reference": ("ReferencePolicy",),
+    "ramet.policies.server": ("ServerPolicy",),
+    "ramet.episodes": ("collect_episodes",),
     "ramet.trainer": ("Trainer", "Result"),
 }
 _PLACE_OF = {name: place for place, names in _PLACES.items() for name in names}
@@ -99,29 +141,37 @@ __all__ = [
     "AdvantageConfig",
     "Bounded",
     "Categorical",
+    "ChatEnv",
+    "ChatTemplate",
     "CheckpointConfig",
     "Compose",
     "Composite",
+    "Conversation",
     "DataLoadingPrimer",
     "Draw",
     "EnvBase",
+    "Episode",
     "EvaluationConfig",
     "Forest",
     "Judge",
+    "JudgeModel",
     "KLConfig",
     "KLRewardTransform",
     "Kind",
     "LLMEnv",
     "LLMHashingEnv",
     "LossConfig",
+    "MCPServer",
     "MCTSForest",
     "ModelConfig",
     "NonTensor",
     "OptimizerConfig",
     "Outcome",
+    "PersonPolicy",
     "Policy",
     "Prompts",
     "RametError",
+    "ReferencePolicy",
     "Result",
     "RewardSum",
     "RolloutConfig",
@@ -129,6 +179,8 @@ __all__ = [
     "Sampling",
     "Scores",
     "ScriptedPolicy",
+    "ServerConfig",
+    "ServerPolicy",
     "SipHash",
     "StepCounter",
     "StopReason",
@@ -136,6 +188,8 @@ __all__ = [
     "Task",
     "TensorDictPrimer",
     "Tokenizer",
+    "Tool",
+    "ToolCall",
     "TrainConfig",
     "Trainer",
     "Transform",
@@ -146,12 +200,19 @@ __all__ = [
     "as_nested_tensor",
     "as_padded_tensor",
     "check_env_specs",
+    "check_task",
     "collect",
+    "collect_episodes",
     "compact",
+    "format_reward",
     "in_file",
+    "length_reward",
     "pad",
+    "python_tool",
     "rows",
     "score",
+    "tool",
+    "weighted",
     "without_adapter",
 ]
 

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ramet.config import ModelConfig, RolloutConfig, TrainConfig, checked
+from ramet.chat import ChatTemplate, PlainTemplate
+from ramet.config import ModelConfig, RolloutConfig, ServerConfig, TrainConfig, checked
+from ramet.envs.llm import LLMEnv
+from ramet.episodes import Rules, Speech
 from ramet.errors import ConfigError, ModelError
 from ramet.models import check_vocabulary, load_model, pick_device
 from ramet.models.load import DTYPES
+from ramet.policies.server import Retries, ServerPolicy
 from ramet.policies.stops import decoder_of
-from ramet.policies.transformers import context_length
+from ramet.policies.transformers import TransformersPolicy, context_length, eos_ids_of
+from ramet.rollouts import OneTurn, Turns
 from ramet.scoring.in_file import InFile, in_file
+from ramet.tasks import Judge, Task
+from ramet.tools import Toolbox
 from ramet.types import Sampling
 
 if TYPE_CHECKING:
@@ -152,6 +161,114 @@ def _token_of(tokenizer: PreTrainedTokenizerBase, stop: str) -> int | None:
             hint="choose another string, or leave it out and let eos end the completion",
         )
     return ids[0] if len(ids) == 1 else None
+
+
+def policy_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: TrainConfig) -> TransformersPolicy:
+    """Return the policy that samples from `model` in the process."""
+    rollout = config.rollout
+    own_eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    return TransformersPolicy(
+        model,
+        eos_ids=[*eos_ids_of(model), *own_eos],
+        rows_per_batch=rollout.rows_per_batch or rollout.prompts_per_step * rollout.group_size,
+        autocast=config.autocast_dtype,
+        tokenizer=tokenizer,
+    )
+
+
+def server_of(section: ServerConfig, tokenizer: PreTrainedTokenizerBase) -> ServerPolicy:
+    """Return the policy behind a server; raise `ConfigError` where the variable with its key is not there."""
+    key = None
+    if section.key_variable is not None:
+        key = os.environ.get(section.key_variable)
+        if key is None:
+            raise ConfigError(
+                f"server.key_variable names {section.key_variable}, and there is no such environment variable",
+                hint=f"export {section.key_variable}=...",
+            )
+    return ServerPolicy(
+        section.url,
+        model=section.model,
+        tokenizer=tokenizer,
+        concurrency=section.concurrency,
+        timeout=section.timeout_seconds,
+        retries=Retries(section.retries),
+        api_key=key,
+        weights_folder=None if section.weights_folder is None else Path(section.weights_folder),
+    )
+
+
+def refuse_text_alone(server: ServerPolicy) -> None:
+    """Raise `ModelError` for a server whose completions can not be trained on."""
+    facts = server.check()
+    if not facts.tokens:
+        raise ModelError(
+            f"a run needs the token ids and log-probs of what a server samples, and it gives text alone: "
+            f"{facts.reason}",
+            hint="use a server of tokens, such as vLLM: docs/servers.md says how it is started",
+        )
+
+
+def tools_of(task: Task) -> tuple[Mapping[str, Any], ...]:
+    """Return the JSON schemas of a task's tools."""
+    return tuple(Toolbox(task.tools).schemas) if task.tools else ()
+
+
+def playing_of(
+    task: Task,
+    policy: TransformersPolicy | ServerPolicy,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    judge: Judge,
+    config: TrainConfig,
+) -> OneTurn | Turns:
+    """Return how the run's episodes are played: at once where a task has one turn, else turn by turn.
+
+    Behind a server every row goes its own way.
+
+    Raises `DataError` for prompts of messages where the tokenizer has no chat template.
+    """
+    if isinstance(policy, TransformersPolicy) and not of_turns(task):
+        # The policy ends rows at every eos id; the environment knows one. No token is -1.
+        env = LLMEnv(from_text=False, eos_token_id=min(policy.eos_ids, default=-1))
+        return OneTurn(env, policy, tokenizer, judge)
+    rollout = config.rollout
+    text = isinstance(task.train[0]["prompt"], str)
+    template: Speech = PlainTemplate(tokenizer) if text else ChatTemplate(tokenizer, rewrites=rollout.rewrites)
+    rules = Rules(
+        sampling_of(tokenizer, rollout),
+        config.seed,
+        max_turns=rollout.max_turns,
+        time_limit=rollout.episode_seconds,
+        tool_seconds=rollout.tool_seconds,
+        context=context_length(model),
+    )
+    return Turns(task, policy, template, rules, judge)
+
+
+def settled_turns(task: Task, rollout: RolloutConfig) -> RolloutConfig:
+    """Return the settings with the number of turns that holds; refuse those that a task of one turn makes void."""
+    if of_turns(task):
+        return rollout.model_copy(update={"max_turns": rollout.max_turns or task.max_turns})
+    fields = type(rollout).model_fields
+    for key in ("max_turns", "episode_seconds", "tool_seconds", "rewrites"):
+        if getattr(rollout, key) != fields[key].default:
+            raise ConfigError(
+                f"rollout.{key} is for tasks with replies or tools: the task {task.name} has one turn and neither",
+                hint=f"leave rollout.{key} out",
+            )
+    return rollout
+
+
+def score_limit(task: Task, rollout: RolloutConfig) -> float | None:
+    """Return how many seconds a score may take: of a task of several turns, at the most as many as an episode."""
+    limit = rollout.episode_seconds if of_turns(task) else None
+    return limit if rollout.score_seconds is None else rollout.score_seconds
+
+
+def of_turns(task: Task) -> bool:
+    """Return whether an episode of `task` may have more than one turn."""
+    return task.max_turns > 1 or task.reply is not None or task.begin is not None or bool(task.tools)
 
 
 def reference_of(model: PreTrainedModel, folder: Path) -> PreTrainedModel | InFile:

@@ -11,6 +11,7 @@ The tree::
     ├── RewardError        (ValueError)    a reward is not finite, of the wrong type or of the wrong count
     ├── TooManyFailures    (RuntimeError)  more rollouts failed than the run allows
     ├── CheckpointError    (RuntimeError)  a checkpoint is missing, torn or of another run
+    ├── ServerError        (RuntimeError)  a server gave no answer that can be used
     └── RunExists          (RuntimeError)  the folder of a new run is already there
 
 Each message says what was expected, what was found, where, and what to do. `RametError.hint` holds the last part on its
@@ -70,6 +71,10 @@ class TooManyFailures(RametError, RuntimeError):
 
 class CheckpointError(RametError, RuntimeError):
     """A checkpoint is missing, torn or of another run."""
+
+
+class ServerError(RametError, RuntimeError):
+    """A server gave no answer that can be used: it is down, too slow, refuses, or does not keep to the protocol."""
 
 
 class RunExists(RametError, RuntimeError):

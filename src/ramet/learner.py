@@ -295,10 +295,15 @@ def _loss(
         case "grpo":
             total = losses.sequence_mean(per_token, batch.lengths[span], sequences=sequences)
         case "dr_grpo":
-            total = losses.constant_mean(per_token, sequences=sequences, max_tokens=config.rollout.max_new_tokens)
+            total = losses.constant_mean(per_token, sequences=sequences, max_tokens=_episode_limit(config))
         case "dapo":
             total = losses.token_mean(per_token, tokens=tokens)
     return total, held
+
+
+def _episode_limit(config: TrainConfig) -> int:
+    """Return the most tokens that an episode may sample."""
+    return config.rollout.max_new_tokens * (config.rollout.max_turns or 1)
 
 
 def reward_metrics(forest: Forest) -> Mapping[str, float | dict[str, float] | None]:

@@ -87,6 +87,52 @@ def paired_difference(before: Sequence[float], after: Sequence[float]) -> Interv
     return Interval((won - lost) / n, max(up - down - half, -1.0), min(up - down + half, 1.0))
 
 
+def clustered_mean(groups: Iterable[Sequence[float]]) -> Interval:
+    """Return the mean over groups of each group's mean, with a 95% interval that takes the groups as the sample.
+
+    Scores of one problem are alike, so that many of them say less than as many problems would: the interval is that of
+    `mean_interval` over the groups' means, each of which weighs the same. Empty groups are left out. Raises
+    `ValueError` where all are, and for a score that is not finite.
+
+    >>> clustered_mean([[1.0, 0.0], [1.0]]).value
+    0.75
+    """
+    kept = [list(group) for group in groups if len(group)]
+    for number, group in enumerate(kept):
+        _check(group, f"group {number}")
+    return mean_interval([math.fsum(group) / len(group) for group in kept])
+
+
+def pass_at_k(samples: int, passed: int, k: int) -> float:
+    """Return the unbiased estimate, from `samples` of which `passed`, that at least one of `k` passes.
+
+    1 - C(samples - passed, k) / C(samples, k): the share of the subsets of `k` samples that hold one that passed.
+    https://arxiv.org/abs/2107.03374. Raises `ValueError` unless 0 <= passed <= samples and 1 <= k <= samples.
+
+    >>> pass_at_k(4, 1, 2)
+    0.5
+    """
+    if not 0 <= passed <= samples or not 1 <= k <= samples:
+        raise ValueError(
+            f"expected 0 <= passed <= samples and 1 <= k <= samples: found {samples} samples, {passed} passed, k = {k}"
+        )
+    all_subsets = math.comb(samples, k)
+    return (all_subsets - math.comb(samples - passed, k)) / all_subsets
+
+
+def mean_pass_at_k(counts: Iterable[tuple[int, int]], k: int) -> Interval:
+    """Return `pass_at_k` over problems, each given as (samples, passed), and its 95% interval, within [0, 1].
+
+    The estimates of the problems are independent, so the interval is that of their mean, by `mean_interval`. Raises
+    `ValueError` for no problem.
+
+    >>> mean_pass_at_k([(4, 1), (4, 4)], k=2).value
+    0.75
+    """
+    value, low, high = mean_interval([pass_at_k(samples, passed, k) for samples, passed in counts])
+    return Interval(value, max(low, 0.0), min(high, 1.0))
+
+
 class MetricsLog:
     """An append-only file of JSON lines, each with its integer `step`; one flush a line.
 

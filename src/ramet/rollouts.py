@@ -2,23 +2,121 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from tensordict import TensorDictBase
 
 from ramet import ragged
 from ramet.envs.env import EnvBase
+from ramet.episodes import Answers, EventLoop, Played, Rules, Speech, into_forest, play, play_episodes, starts_of
 from ramet.errors import ForestError
 from ramet.forest import Forest
 from ramet.policies.policy import Policy, by_row
 from ramet.prompts import Prompts
 from ramet.tasks.judge import Judge
+from ramet.tasks.task import Task
 from ramet.types import Completion, Draw, Key, Kind, Request, Sample, Sampling, StopReason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+class Playing(Protocol):
+    """How a run plays what it is asked: one judged episode for each row of a batch of prompts."""
+
+    @property
+    def judge(self) -> Judge:
+        """Who judges."""
+
+    def __call__(
+        self, td: TensorDictBase, prompts: Prompts, *, sampling: Sampling, seed: int
+    ) -> tuple[Forest, list[Sample]]:
+        """Return the forest of the episodes, and a sample of each, in the order of `td` [B], which `prompts` dealt."""
+
+    def close(self) -> None:
+        """End what was started for playing; a later call starts it again."""
+
+
+@dataclass(frozen=True, slots=True)
+class OneTurn:
+    """Play tasks of one turn: every row is asked once, in `env`, and judged."""
+
+    env: EnvBase
+    policy: Policy
+    tokenizer: PreTrainedTokenizerBase
+    judge: Judge
+
+    def __call__(
+        self, td: TensorDictBase, prompts: Prompts, *, sampling: Sampling, seed: int
+    ) -> tuple[Forest, list[Sample]]:
+        """Collect a rollout for each row and judge it."""
+        forest = collect(self.env, self.policy, td, sampling=sampling, seed=seed)
+        samples = samples_of(forest, range(len(forest.rollouts)), prompts, self.tokenizer)
+        judge_rollouts(forest, samples, range(len(forest.rollouts)), self.judge)
+        return forest, samples
+
+    def close(self) -> None:
+        """End the event loop of the judge, if there is one."""
+        self.judge.close()
+
+
+class Turns:
+    """Play tasks of several turns: replies, tools, each row at its own pace.
+
+    `rules` hold but for sampling and seed, which each call brings. One event loop serves all calls, so that clients and
+    semaphores of async functions outlive a call; `close` ends it.
+    """
+
+    def __init__(self, task: Task, policy: Policy, template: Speech, rules: Rules, judge: Judge) -> None:
+        self.task, self.policy, self.template, self.rules, self.judge = task, policy, template, rules, judge
+        self._loop: EventLoop | None = None
+
+    @property
+    def loop(self) -> EventLoop:
+        """The event loop in which episodes are played; started when it is first asked for."""
+        if self._loop is None:
+            self._loop = EventLoop()
+        return self._loop
+
+    def __call__(
+        self, td: TensorDictBase, prompts: Prompts, *, sampling: Sampling, seed: int
+    ) -> tuple[Forest, list[Sample]]:
+        """Play an episode for each row."""
+        rules = dataclasses.replace(self.rules, sampling=sampling, seed=seed)
+        starts = starts_of(td, prompts.rows)
+        return planted(
+            play_episodes(
+                self.task, self.policy, starts, template=self.template, rules=rules, judge=self.judge, loop=self.loop
+            )
+        )
+
+    async def in_loop(
+        self, td: TensorDictBase, prompts: Prompts, *, sampling: Sampling, seed: int
+    ) -> tuple[Forest, list[Sample]]:
+        """Do the same in a running loop, of a policy that answers each row by itself, as one behind a server does."""
+        if not isinstance(self.policy, Answers):
+            raise TypeError(f"{type(self.policy).__name__} completes batches: call this object itself")
+        rules = dataclasses.replace(self.rules, sampling=sampling, seed=seed)
+        starts = starts_of(td, prompts.rows)
+        return planted(await play(self.task, starts, self.policy.answer, self.template, rules, judge=self.judge))
+
+    def close(self) -> None:
+        """End the event loop, and what the judge has started."""
+        loop, self._loop = self._loop, None
+        if loop is not None:
+            loop.close()
+        self.judge.close()
+
+
+def planted(played: Sequence[Played]) -> tuple[Forest, list[Sample]]:
+    """Return the forest of episodes that were played, and their samples."""
+    forest = Forest()
+    into_forest(played, forest)
+    return forest, [episode.sample for episode in played]
 
 
 def collect(
@@ -159,6 +257,12 @@ def judge_rollouts(forest: Forest, samples: Sequence[Sample], rollouts: Sequence
         forest.rollouts[number].outcome = outcome
     failed = sum(outcome.kind.failed for outcome in outcomes)
     return failed / max(1, len(outcomes))
+
+
+def failed_fraction(forest: Forest) -> float:
+    """Return the fraction of the episodes that failed: errors and time-outs."""
+    outcomes = [rollout.outcome for rollout in forest.rollouts if rollout.part == 0]
+    return sum(outcome is not None and outcome.kind.failed for outcome in outcomes) / max(1, len(outcomes))
 
 
 def first_failure(forest: Forest) -> str:

@@ -13,8 +13,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from tensordict import TensorDict
 
-from ramet.assembly import model_of, prompt_limit, reference_of, sampling_of
+from ramet.assembly import (
+    model_of,
+    playing_of,
+    policy_of,
+    prompt_limit,
+    reference_of,
+    refuse_text_alone,
+    sampling_of,
+    score_limit,
+    server_of,
+    settled_turns,
+    tools_of,
+)
 from ramet.checkpoint import (
     REFERENCE,
     RunState,
@@ -27,19 +40,20 @@ from ramet.checkpoint import (
     save_model,
 )
 from ramet.config import TaskConfig, TrainConfig, dump, load
-from ramet.envs.llm import LLMEnv
+from ramet.episodes import in_steps
 from ramet.errors import CheckpointError, ConfigError, RunExists, TooManyFailures
 from ramet.evaluation import Evaluation, difference, evaluate, rollout_records
 from ramet.events import CheckpointWritten, Evaluated, Event, RunEnded, RunStarted, StepDone, Stopping, When
+from ramet.forest import Forest
 from ramet.interrupts import interrupts
 from ramet.learner import prepare, reward_metrics, token_budget, update
 from ramet.metrics import MetricsLog, entries, finite
-from ramet.policies.transformers import TransformersPolicy, eos_ids_of
 from ramet.prompts import Prompts, read_rows, refuse_shared
 from ramet.prompts.prompts import Row
-from ramet.rollouts import collect, first_failure, judge_rollouts, samples_of
+from ramet.rollouts import Turns, failed_fraction, first_failure
 from ramet.scoring.score import Scorer
 from ramet.tasks import Judge, Reward, Task, build_task
+from ramet.types import Sample
 from ramet.warm_start import split_rows, warm_start
 
 if TYPE_CHECKING:
@@ -89,7 +103,7 @@ class Trainer:
         # Read at once: an iterator gives its rows once, and they are needed more often.
         train, test = read_rows(prompts), [] if held_out is None else read_rows(held_out)
         refuse_shared(train, test)
-        task = Task(name=getattr(reward, "__name__", "reward"), train=train, held_out=test, reward=reward)
+        task = Task(name=getattr(reward, "__name__", "reward"), train=train, held_out=test, score=reward)
         self._build(model, task, tokenizer, config.model_copy(update={"task": None}), watcher, resume)
 
     @classmethod
@@ -110,6 +124,26 @@ class Trainer:
         trainer._build(config.model.name, task, None, config, watcher, resume)
         return trainer
 
+    @classmethod
+    def from_task(
+        cls,
+        model: PreTrainedModel | str | Path,
+        task: Task,
+        *,
+        config: TrainConfig,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        watcher: Watcher | None = None,
+        resume: bool = False,
+    ) -> Trainer:
+        """Make the trainer of a `Task`: with replies of its environment, tools, and what else it has."""
+        for rows, called in ((task.train, "train"), (task.held_out, "held_out")):
+            if rows or called == "train":
+                read_rows(rows)
+        refuse_shared(task.train, task.held_out)
+        trainer = cls.__new__(cls)
+        trainer._build(model, task, tokenizer, config.model_copy(update={"task": None}), watcher, resume)
+        return trainer
+
     def _build(
         self,
         model: PreTrainedModel | str | Path,
@@ -128,24 +162,20 @@ class Trainer:
         named = {"model": self._model_config, "task": config.task or TaskConfig(name=task.name)}
         self.config = config.model_copy(update=named)
         self._task_is_named = config.task is not None
-        rollout = config.rollout
+        self.config = self.config.model_copy(update={"rollout": settled_turns(task, config.rollout)})
+        rollout = self.config.rollout
         self.sampling = sampling_of(self.tokenizer, rollout)
         self._prompt_limit = prompt_limit(self.model, rollout)
         self.prompts = self._prompts_of(task.train, "training row")
         self.held_out = self._prompts_of(task.held_out, "held-out row") if task.held_out else None
         if config.warm_start is not None:
             split_rows(task, self.prompts.rows, config.warm_start)  # refused here, before anything is written
-        self.judge = Judge(task.reward)
-        own_eos = [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
-        self.policy = TransformersPolicy(
-            self.model,
-            eos_ids=[*eos_ids_of(self.model), *own_eos],
-            rows_per_batch=rollout.rows_per_batch or rollout.prompts_per_step * rollout.group_size,
-            autocast=self.config.autocast_dtype,
-            tokenizer=self.tokenizer,
-        )
-        # The policy ends rows at every eos id; the environment knows one. No token is -1.
-        self.env = LLMEnv(from_text=False, eos_token_id=min(self.policy.eos_ids, default=-1))
+        self.judge = Judge(task.score, seconds=score_limit(task, rollout))
+        self.policy = policy_of(self.model, self.tokenizer, self.config)
+        self.server = None if config.server is None else server_of(config.server, self.tokenizer)
+        parts = (self.model, self.tokenizer, self.judge, self.config)
+        self._play_here = playing_of(task, self.policy, *parts)
+        self.play = self._play_here if self.server is None else playing_of(task, self.server, *parts)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
             lr=config.optimizer.learning_rate,
@@ -165,6 +195,7 @@ class Trainer:
             limit=self._prompt_limit,
             too_long=self.config.rollout.too_long,
             called=called,
+            tools=tools_of(self.task),
         )
 
     # ---------------------------------------------------------------- the loop
@@ -176,23 +207,32 @@ class Trainer:
         of the last whole step written first.
         """
         began = time.monotonic()
+        if self.server is not None:
+            refuse_text_alone(self.server)
         folder = self._open_folder()
         logs = MetricsLog(folder / "metrics.jsonl"), MetricsLog(folder / "rollouts.jsonl")
-        with logs[0] as log, logs[1] as rollouts, contextlib.closing(self.judge):
+        with logs[0] as log, logs[1] as rollouts, self._closing():
             state, reference = self._resumed(log, rollouts) if self._resume else self._started_or_undone(folder)
             saved = state if self._resume else None
             ended_before = self._resume and state.step == self.config.steps and not self._due(state.step)
             with interrupts(lambda: self._watch(Stopping())) as interrupted:
+
+                def learn(step: int, played: tuple[Forest, list[Sample]]) -> None:
+                    nonlocal state, saved
+                    state, metrics = self._learn(state, played, reference, log, rollouts)
+                    self._weights_moved = False  # since `state`: an interrupt before this line saves nothing
+                    self._watch(StepDone(state.step, metrics))
+                    if self._checkpoint_is_due(state.step):
+                        saved = self._save(folder, state)
+                    if not interrupted():
+                        self._evaluate(state.step, log, rollouts)
+                    self._step_began = time.monotonic()
+
                 try:
+                    self._sample_from(state.version)
                     self._evaluate(state.step, log, rollouts)
-                    while state.step < self.config.steps and not interrupted():
-                        state, metrics = self._step(state, reference, log, rollouts)
-                        self._weights_moved = False  # since `state`: an interrupt before this line saves nothing
-                        self._watch(StepDone(state.step, metrics))
-                        if self._checkpoint_is_due(state.step):
-                            saved = self._save(folder, state)
-                        if not interrupted():
-                            self._evaluate(state.step, log, rollouts)
+                    self._step_began = time.monotonic()
+                    self._make_steps(learn, state.step, interrupted)
                 except BaseException as error:
                     if saved != state and not isinstance(error, CheckpointError):
                         self._save_what_is_whole(folder, state, error)
@@ -206,16 +246,65 @@ class Trainer:
         self._watch(RunEnded(folder, summary))
         return Result(folder, checkpoint, interrupted=False, summary=summary)
 
-    def _step(
-        self, state: RunState, reference: Scorer, log: MetricsLog, rollouts: MetricsLog
+    def _closing(self) -> contextlib.ExitStack:
+        """Return a context that ends what was started for playing."""
+        stack = contextlib.ExitStack()
+        for part in (self.play, self._play_here, self.server):
+            if part is not None:
+                stack.callback(part.close)
+        return stack
+
+    def _sample_from(self, version: int) -> None:
+        """Let what is sampled from now on be of the weights as they are, which are called `version`."""
+        if self.server is not None:
+            self.server.update(self.model, version=version)
+        self.policy.version = version
+
+    def _make_steps(
+        self, learn: Callable[[int, tuple[Forest, list[Sample]]], None], first: int, ending: Callable[[], bool]
+    ) -> None:
+        """Sample, learn, sample, learn; with a staleness, the next steps are sampled while one is learned from."""
+        steps, staleness = self.config.steps, self.config.rollout.staleness
+        if staleness and isinstance(self.play, Turns):
+            collect = self.play.in_loop
+            in_steps(
+                self.play.loop,
+                lambda step: collect(
+                    self._prompts_of_step(step), self.prompts, sampling=self.sampling, seed=self.config.seed
+                ),
+                learn,
+                first,
+                steps,
+                staleness=staleness,
+                ending=ending,
+            )
+            return
+        for step in range(first, steps):
+            if ending():
+                return
+            learn(
+                step,
+                self.play(self._prompts_of_step(step), self.prompts, sampling=self.sampling, seed=self.config.seed),
+            )
+
+    def _prompts_of_step(self, step: int) -> TensorDict:
+        """Return the prompts of a step, counted from 0."""
+        rollout = self.config.rollout
+        position = step * rollout.prompts_per_step
+        return self.prompts.batch(position, rollout.prompts_per_step, group_size=rollout.group_size)
+
+    def _learn(
+        self,
+        state: RunState,
+        played: tuple[Forest, list[Sample]],
+        reference: Scorer,
+        log: MetricsLog,
+        rollouts: MetricsLog,
     ) -> tuple[RunState, dict[str, Any]]:
-        """Sample, judge, learn, and write it down; return the state and the metrics of the step after `state`."""
-        config, step, began = self.config, state.step + 1, time.monotonic()
-        td = self.prompts.batch(state.position, config.rollout.prompts_per_step, group_size=config.rollout.group_size)
-        forest = collect(self.env, self.policy, td, sampling=self.sampling, seed=config.seed)
-        numbers = range(len(forest.rollouts))
-        samples = samples_of(forest, numbers, self.prompts, self.tokenizer)
-        failed = judge_rollouts(forest, samples, numbers, self.judge)
+        """Learn from a step's episodes, and write it down; return the state and the metrics of the step."""
+        config, step = self.config, state.step + 1
+        forest, samples = played
+        failed = failed_fraction(forest)
         if failed > config.rollout.max_failed_fraction:
             rollouts.extend(rollout_records(forest, samples, when="train", step=step))
             raise TooManyFailures(
@@ -229,19 +318,22 @@ class Trainer:
         rate = self._set_learning_rate(step)
         logged = update(self.model, self.optimizer, forest, batch, config)
         self.optimizer.zero_grad(set_to_none=True)  # as large as the weights, and of no use to the next samples
-        self.policy.version += 1
-        sampled, seconds = len(forest.sampled(numbers).index), time.monotonic() - began
+        oldest = int(batch.sampled.versions.min()) if len(batch.sampled.versions) else state.version
+        self._sample_from(state.version + 1)
+        seconds = time.monotonic() - self._step_began
+        sampled = len(forest.sampled(range(len(forest.rollouts))).index)
         metrics = {
             "step": step,
             **reward_metrics(forest),
             **logged,
+            "staleness": state.version - oldest,
             "learning_rate": rate,
             "tokens_sampled": sampled,
             "tokens_per_second": sampled / seconds,
             "seconds": seconds,
         }
         log.append(metrics)
-        return RunState(step, state.position + config.rollout.prompts_per_step, self.policy.version), metrics
+        return RunState(step, state.position + config.rollout.prompts_per_step, state.version + 1), metrics
 
     def _set_learning_rate(self, step: int) -> float:
         """Set and return the rate, a function of the step, so that resuming needs no memory of it."""
@@ -306,9 +398,7 @@ class Trainer:
                 self.prompts.rows,
                 self.config,
                 prompts_of=self._prompts_of,
-                policy=self.policy,
-                env=self.env,
-                judge=self.judge,
+                play=self._play_here,
                 sampling=self.sampling,
                 watcher=self._watch,
             )
@@ -391,11 +481,8 @@ class Trainer:
         for when in self._due(step):
             assert self.held_out is not None
             made = evaluate(
-                self.env,
-                self.policy,
+                self.play,
                 self.held_out,
-                self.tokenizer,
-                self.judge,
                 problems=self.config.evaluation.problems,
                 sampling=self.sampling,
                 seed=self.config.seed + EVALUATION_SEED,

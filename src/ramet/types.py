@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import enum
 import math
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -158,11 +159,49 @@ def _is_finite(value: float) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that a model wrote: the name of a tool, the arguments it gave, and an id where the template wants one."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    id: str = ""
+
+
+@dataclass(slots=True)
+class Episode:
+    """One episode while it is played, as the functions of a task see it.
+
+    `row` is the data row of its prompt; `messages` are all so far, the model's last turn included; `state` is what the
+    task's `begin` returned, the episode's own; `rng` is seeded by the task's row alone, so that all members of a group
+    meet the same world; `turns` counts the turns that the model has taken.
+    """
+
+    row: Mapping[str, Any]
+    messages: list[Message]
+    rng: random.Random
+    state: Any = None
+    turns: int = 0
+
+    @property
+    def text(self) -> str:
+        """What the model wrote last; "" before its first turn.
+
+        >>> said = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+        >>> Episode({}, said, random.Random(0)).text
+        '4'
+        """
+        last = next((message for message in reversed(self.messages) if message["role"] == "assistant"), None)
+        return "" if last is None else str(last.get("content") or "")
+
+
+@dataclass(frozen=True, slots=True)
 class Sample:
     """One finished rollout as a reward function sees it.
 
     `row` is the data row that the prompt came from, other columns included; `completion` is the text of
-    `completion_tokens` without special tokens; token ids are exactly those that the model saw and sampled.
+    `completion_tokens` without special tokens; token ids are exactly those that the model saw and sampled. Of an
+    episode of several turns, `completion` is what the model wrote last, `completion_tokens` are all that it sampled,
+    `messages` the whole conversation and `state` the episode's own.
     """
 
     prompt: Prompt
@@ -173,6 +212,8 @@ class Sample:
     stop: StopReason
     group: int
     member: int
+    messages: tuple[Message, ...] = ()
+    state: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,12 +298,18 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One row that wants a completion: a prefix `tokens` (int64 [L]), how to sample, and the address of its draws."""
+    """One row that wants a completion: a prefix `tokens` (int64 [L]), how to sample, and the address of its draws.
+
+    `messages` and `tools` (JSON schemas) say the same as `tokens` in words, where the prefix is a conversation: a
+    server that takes no tokens reads them.
+    """
 
     row: int
     tokens: Tensor
     sampling: Sampling
     draw: Draw
+    messages: tuple[Message, ...] | None = None
+    tools: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +318,8 @@ class Completion:
 
     `tokens` int64 [n] exactly as sampled, `log_probs` float32 [n] under the distribution that was sampled from (NaN
     where there is none, as in greedy decoding: such tokens can not be trained on), `version` of the weights that made
-    them.
+    them. `text` is there where a server gave text and no tokens: `tokens` are then that text's, tokenised anew, and
+    their log-probs NaN.
     """
 
     row: int
@@ -279,3 +327,4 @@ class Completion:
     log_probs: Tensor
     stop: StopReason
     version: int
+    text: str | None = None

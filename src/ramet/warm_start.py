@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+from tensordict import TensorDict
 
 from ramet.config import TrainConfig, WarmStartConfig
-from ramet.envs.env import EnvBase
+from ramet.episodes import into_forest, play_episodes, starts_of
 from ramet.errors import ConfigError
 from ramet.evaluation import evaluate
 from ramet.events import Event, WarmStarted, WarmStartStep
 from ramet.forest import Forest
 from ramet.learner import checked_step, micro_batches
-from ramet.policies.transformers import TransformersPolicy
+from ramet.policies.reference import ReferencePolicy
 from ramet.prompts import Prompts
 from ramet.prompts.prompts import Row
+from ramet.rollouts import Playing, Turns
 from ramet.scoring import score
-from ramet.tasks import Judge, Task
-from ramet.types import Kind, Sampling
+from ramet.tasks import Task
+from ramet.types import Key, Kind, Sampling, StopReason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -30,7 +33,7 @@ def split_rows(task: Task, rows: Sequence[Row], settings: WarmStartConfig) -> tu
 
     Raises `ConfigError` for a task without reference answers, or with no row left to imitate.
     """
-    if task.answer is None:
+    if task.answer is None and task.player is None:
         raise ConfigError(
             f"task {task.name} has no reference answers, which a warm start imitates", hint="remove [warm_start]"
         )
@@ -50,9 +53,7 @@ def warm_start(
     config: TrainConfig,
     *,
     prompts_of: Callable[[Sequence[Row]], Prompts],
-    policy: TransformersPolicy,
-    env: EnvBase,
-    judge: Judge,
+    play: Playing,
     sampling: Sampling,
     watcher: Callable[[Event], None],
 ) -> WarmStarted:
@@ -63,19 +64,14 @@ def warm_start(
     """
     settings = config.warm_start or WarmStartConfig()
     validation, lessons = map(prompts_of, split_rows(task, rows, settings))
-    answer = task.answer
-    assert answer is not None  # `split_rows` has seen to it
-    answers = [_answer_tokens(tokenizer, answer, row) for row in lessons.rows]
+    teach = _turns_of(play, lessons) if isinstance(play, Turns) else _answers_of(task, tokenizer, lessons)
     betas, rate = config.optimizer.betas, settings.learning_rate
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=betas, weight_decay=0.0, fused=True)
 
     def validate() -> float:
         scored = evaluate(
-            env,
-            policy,
+            play,
             validation,
-            tokenizer,
-            judge,
             problems=len(validation),
             sampling=sampling,
             seed=config.seed,
@@ -89,7 +85,8 @@ def warm_start(
     for step in range(1, settings.max_steps + 1):
         for group in optimizer.param_groups:
             group["lr"] = rate * min(1.0, step / max(1, settings.warmup_steps))
-        loss = _imitate(model, optimizer, lessons, answers, settings, config, step)
+        td = lessons.batch((step - 1) * settings.batch_rows, settings.batch_rows)
+        loss = _imitate(model, optimizer, teach(td), config)
         if step % settings.check_every == 0 or step == settings.max_steps:
             reached = validate()
             watcher(WarmStartStep(step, settings.max_steps, loss, reached))
@@ -100,6 +97,54 @@ def warm_start(
     return WarmStarted(settings.max_steps, reached)
 
 
+Teach: TypeAlias = Callable[[TensorDict], Forest]
+"""From a batch of prompts to a forest in which what is to be imitated stands where a policy's tokens would."""
+
+
+def _answers_of(task: Task, tokenizer: PreTrainedTokenizerBase, lessons: Prompts) -> Teach:
+    """Return a teacher that writes the reference answer behind each prompt."""
+    answer = task.answer
+    assert answer is not None  # `split_rows` has seen to it
+    answers = [_answer_tokens(tokenizer, answer, row) for row in lessons.rows]
+
+    def teach(td: TensorDict) -> Forest:
+        indices = td[Key.PROMPT_INDEX].tolist()
+        forest = Forest()
+        rollouts = forest.plant([lessons.tokens[i] for i in indices], groups=indices, members=[0] * len(indices))
+        taught = [answers[i] for i in indices]
+        # The teacher's tokens have no density, which is what NaN says.
+        unknown = [torch.full((len(row),), torch.nan) for row in taught]
+        forest.grow(rollouts, taught, Kind.SAMPLED, log_probs=unknown, versions=[-1] * len(taught))
+        return forest
+
+    return teach
+
+
+def _turns_of(play: Turns, lessons: Prompts) -> Teach:
+    """Return a teacher that plays whole episodes, with the environment's replies and the tools as they are."""
+    teacher = ReferencePolicy(play.task, play.template.tokenizer)
+
+    def teach(td: TensorDict) -> Forest:
+        starts = [
+            replace(start, row=teacher.row_of(start.row, group=start.group, member=start.member))
+            for start in starts_of(td, lessons.rows)
+        ]
+        played = play_episodes(teacher.task, teacher, starts, template=play.template, rules=play.rules)
+        for episode in played:
+            if episode.stop.truncated or episode.stop is StopReason.ERROR:
+                why = "" if episode.outcome is None else f": {episode.outcome.reason}"
+                raise ConfigError(
+                    f"a warm start imitates whole episodes of the reference, and the one of the training row "
+                    f"{episode.start.prompt_index} ended by {episode.stop.value}{why}",
+                    hint="raise the limit, or see with ramet check what is wrong with the task",
+                )
+        forest = Forest()
+        into_forest(played, forest)
+        return forest
+
+    return teach
+
+
 def _answer_tokens(
     tokenizer: PreTrainedTokenizerBase, answer: Callable[[Mapping[str, Any]], str], row: Mapping[str, Any]
 ) -> torch.Tensor:
@@ -108,24 +153,9 @@ def _answer_tokens(
     return torch.tensor(ids + end, dtype=torch.int64)
 
 
-def _imitate(
-    model: PreTrainedModel,
-    optimizer: torch.optim.Optimizer,
-    lessons: Prompts,
-    answers: list[torch.Tensor],
-    settings: WarmStartConfig,
-    config: TrainConfig,
-    step: int,
-) -> float:
-    """Take one supervised step on the next rows of the stream; return the mean cross-entropy of an answer's token."""
-    td = lessons.batch((step - 1) * settings.batch_rows, settings.batch_rows)
-    indices = td["prompt_index"].tolist()
-    forest = Forest()
-    rollouts = forest.plant([lessons.tokens[i] for i in indices], groups=indices, members=[0] * len(indices))
-    taught = [answers[i] for i in indices]
-    # The teacher's tokens stand where a policy's would; they have no density, which is what NaN says.
-    unknown = [torch.full((len(row),), torch.nan) for row in taught]
-    forest.grow(rollouts, taught, Kind.SAMPLED, log_probs=unknown, versions=[-1] * len(taught))
+def _imitate(model: PreTrainedModel, optimizer: torch.optim.Optimizer, forest: Forest, config: TrainConfig) -> float:
+    """Take one supervised step on a forest of lessons; return the mean cross-entropy of what is to be imitated."""
+    rollouts = range(len(forest.rollouts))
     optimizer.zero_grad(set_to_none=True)
     total, tokens = 0.0, len(forest.sampled(rollouts).index)
     for part in micro_batches(model, forest, rollouts, config):

@@ -48,7 +48,9 @@ def small(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["--version"], ["recipes"]])
+@pytest.mark.parametrize(
+    "words", [["--help"], ["train", "--help"], ["eval", "--help"], ["rescore", "--help"], ["--version"], ["recipes"]]
+)
 def test_nothing_heavy_is_imported_for_help_and_lists(words: list[str]) -> None:
     code = (
         "import sys; from ramet.cli.main import main\n"
@@ -63,7 +65,7 @@ def test_nothing_heavy_is_imported_for_help_and_lists(words: list[str]) -> None:
 
 def test_help_names_every_command() -> None:
     output = invoke("--help").output
-    assert all(f"\n  {name} " in output for name in ("recipes", "report", "train"))
+    assert all(f"\n  {name} " in output for name in ("check", "eval", "play", "recipes", "report", "rescore", "train"))
 
 
 def test_version_is_that_of_the_package() -> None:

@@ -23,7 +23,7 @@ import ramet.ragged as ragged
 from ramet.envs.check import check_env_specs
 from ramet.envs.llm import LLMEnv
 from ramet.ragged import Ragged, Text
-from ramet.ragged.text_entry import text_of
+from ramet.ragged.text import text_of
 from ramet.specs import Bounded, Categorical, NonTensor, Unbounded
 from ramet.transforms.step_counter import StepCounter
 

@@ -31,6 +31,9 @@ def test_a_list_from_a_file_of_settings_is_an_option() -> None:
         ("sort", {}, ['did you mean "sorting"?']),
         ("sorting", {"length": 3}, ['did you mean "lengths"?']),
         ("reasoning-gym", {}, ["reasoning-gym:DATASET"]),
+        ("reasoning-gyn:chain_sum", {}, ["reasoning-gyn:chain_sum", "reasoning-gym:DATASET"]),
+        ("textarena", {}, ["textarena:GAME"]),
+        ("calculater", {}, ['did you mean "calculator"?']),
         ("file:x", {}, ['"file:x"']),
         ("arithmetic", {"digit": 2}, ['"digit"', 'did you mean "digits"?', "modulus"]),
         ("arithmetic", {"seed": 2}, ['"seed"']),
@@ -68,3 +71,74 @@ def test_the_file_task_is_built_from_its_three_settings(tmp_path: Path) -> None:
     )
     assert [row["prompt"] for row in task.train] == ["a", "b"]
     assert [row["prompt"] for row in task.held_out] == ["c"]
+
+
+MINE = """
+from ramet.tasks import Task
+
+ROWS = [{"prompt": "2+2=", "answer": "4"}, {"prompt": "3+3=", "answer": "6"}]
+
+def score(sample):
+    return float(sample.completion == sample.row["answer"])
+
+fixed = Task("fixed", ROWS, [], score)
+
+def made(*, size=1, seed=0, label):
+    return Task(f"{label} {seed}", ROWS[:size], [], score)
+
+def plain(size):
+    return Task("plain", ROWS[:size], [], score)
+
+def open_to_all(**options):
+    return Task(repr(options), ROWS, [], score)
+
+def wrong():
+    return ROWS
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_tasks.py").write_text(MINE, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.usefixtures("mine")
+@pytest.mark.parametrize("where", ["my_tasks.py", "my_tasks"])
+def test_a_task_of_ones_own_is_named_by_its_file_or_module(where: str) -> None:
+    assert build_task(f"{where}:fixed").name == "fixed"
+    made = build_task(f"{where}:made", {"label": "mine", "size": 2}, seed=5)
+    assert (made.name, len(made.train)) == ("mine 5", 2)
+    assert len(build_task(f"{where}:plain", {"size": 1}, seed=5).train) == 1
+    assert build_task(f"{where}:open_to_all", {"x": 1}).name == "{'x': 1}"
+
+
+@pytest.mark.usefixtures("mine")
+@pytest.mark.parametrize(
+    ("name", "options", "parts"),
+    [
+        ("my_tasks.py:fixed", {"size": 1}, ['no option "size"', "known: none"]),
+        ("my_tasks.py:made", {"label": "x", "sise": 1}, ['no option "sise"', 'did you mean "size"?']),
+        ("my_tasks.py:made", {}, ['needs the option "label"', "task.options.label"]),
+        ("my_tasks.py:made", {"label": "x", "seed": 1}, ['no option "seed"']),
+        ("my_tasks.py:wrong", {}, ["must return a Task: found list"]),
+        ("my_tasks.py:ROWS", {}, ["must be a Task, or a function", "found list"]),
+        ("my_tasks.py:fixd", {}, ['the task "my_tasks.py:fixd"', 'no function "fixd"']),
+        ("your_tasks.py:fixed", {}, ["no file at", "your_tasks.py"]),
+        ("no_such_module:fixed", {}, ["ModuleNotFoundError", "no_such_module"]),
+    ],
+)
+def test_a_task_of_ones_own_that_is_not_there_is_a_clear_error(
+    name: str, options: dict[str, Any], parts: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_task(name, options)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["countdown", "word_guessing", "calculator"])
+def test_the_tasks_that_are_shipped_are_built_by_name(name: str) -> None:
+    task = build_task(name, {"held_out_size": 3, "train_size": 5, "form": "chat"}, seed=1)
+    assert (task.name, len(task.train), len(task.held_out)) == (name, 5, 3)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ramet.errors import ConfigError, DataError
-from ramet.tasks import Judge
+from ramet.tasks import Judge, check_task
 from ramet.tasks.file import file, load_reward
 from ramet.types import Sample, StopReason
 
@@ -52,9 +52,16 @@ def test_reference_answers_earn_the_full_reward_and_others_do_not(folder: Path) 
     task = file(folder / "train.jsonl", f"{folder / 'mine.py'}:right", held_out=folder / "test.jsonl")
     assert task.answer is not None
     for row in [*task.train, *task.held_out]:
-        assert judged(task.reward, row, task.answer(row)) == 1.0
-        assert judged(task.reward, row, task.answer(row) + "1") == 0.0
+        assert judged(task.score, row, task.answer(row)) == 1.0
+        assert judged(task.score, row, task.answer(row) + "1") == 0.0
     assert task.train[0]["level"] == 1
+
+
+def test_the_task_is_proved(folder: Path) -> None:
+    report = check_task(file(folder / "train.jsonl", f"{folder / 'mine.py'}:right", held_out=folder / "test.jsonl"))
+    assert report.passed, str(report)
+    lenient = check_task(file(folder / "train.jsonl", f"{folder / 'mine.py'}:short"))
+    assert [finding.name for finding in lenient.findings if finding.passed is False] == ["wrong"]
 
 
 def test_without_an_answer_in_every_row_there_are_no_reference_answers(folder: Path) -> None:

@@ -25,7 +25,7 @@ def build(dataset: str = "chain_sum", *, seed: int = 0, **options: Any) -> Task:
 
 def score(task: Task, row: Any, completion: str) -> float | None:
     sample = Sample(row["prompt"], completion, (1,), (2,), row, StopReason.EOS, group=0, member=0)
-    (outcome,) = Judge(task.reward)([sample])
+    (outcome,) = Judge(task.score)([sample])
     return outcome.score
 
 

@@ -438,3 +438,172 @@ def test_outcomes_come_in_the_order_of_the_samples(values: list[Any]) -> None:
     kinds = {None: OutcomeKind.ABSTAINED, "raise": OutcomeKind.ERROR}
     assert [outcome.kind for outcome in outcomes] == [kinds.get(value, OutcomeKind.SCORED) for value in values]
     assert [outcome.score for outcome in outcomes] == [v if isinstance(v, float) else None for v in values]
+
+
+# ---------------------------------------------------------------- one sample inside a running event loop
+
+
+def one(reward: Any, given: Sample | None = None, **options: Any) -> Outcome:
+    return asyncio.run(Judge(reward, **options).judged(sample() if given is None else given))
+
+
+@pytest.mark.parametrize("threads", [0, 1, 8])
+@pytest.mark.parametrize(
+    ("value", "outcome"),
+    [
+        (0.5, Outcome.scored(0.5)),
+        (None, Outcome.abstained("judge returned None")),
+        ({"a": 1.0, "b": 0.25}, Outcome.scored(1.25, {"a": 1.0, "b": 0.25})),
+        (Outcome.error("gone"), Outcome.error("gone")),
+        (KeyError("x"), Outcome.error("KeyError: 'x'")),
+        (TimeoutError("late"), Outcome.timed_out("TimeoutError: late")),
+        (asyncio.CancelledError(), Outcome.error("CancelledError: ")),
+    ],
+)
+def test_a_verdict_in_a_loop_is_the_same_outcome_sync_or_async(value: Any, outcome: Outcome, threads: int) -> None:
+    def judge(sample: Sample) -> Any:
+        if isinstance(value, BaseException):
+            raise value
+        return value
+
+    async def judge_too(sample: Sample) -> Any:
+        await asyncio.sleep(0)
+        return judge(sample)
+
+    for reward in (judge, judge_too, lambda s: judge_too(s)):
+        found = one(reward, threads=threads)
+        assert found.kind is outcome.kind
+        assert (found.score, found.rewards) == (outcome.score, outcome.rewards)
+        assert found.reason.split(" ")[1:] == outcome.reason.split(" ")[1:]  # but the function's name
+
+
+def test_a_scorer_that_waits_holds_up_nobody() -> None:
+    """It waits for what the loop does meanwhile: in the loop's own thread it would wait for ever."""
+    ticks = threading.Event()
+
+    def waits(sample: Sample) -> float:
+        return 1.0 if ticks.wait(30) else 0.0
+
+    async def main() -> list[Outcome]:
+        judge = Judge(waits, threads=2)
+        work = [asyncio.ensure_future(judge.judged(sample())) for _ in range(5)]
+        await asyncio.sleep(0)
+        ticks.set()
+        return await asyncio.gather(*work)
+
+    assert [outcome.score for outcome in asyncio.run(main())] == [1.0] * 5
+
+
+def test_no_more_threads_than_allowed() -> None:
+    lock, running, most = threading.Lock(), 0, 0
+
+    def counts(sample: Sample) -> float:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        threading.Event().wait(0.005)
+        with lock:
+            running -= 1
+        return 1.0
+
+    async def main() -> None:
+        judge = Judge(counts, threads=3)
+        await asyncio.gather(*(judge.judged(sample()) for _ in range(12)))
+
+    asyncio.run(main())
+    assert 1 <= most <= 3
+
+
+@pytest.mark.parametrize("batch", [False, True])
+def test_a_reward_over_its_time_is_a_time_out_and_the_others_are_judged(batch: bool) -> None:
+    released, cancelled = threading.Event(), []
+
+    def slow(sample: Sample) -> float:
+        if sample.completion == "slow":
+            released.wait(30)
+        return 1.0
+
+    async def slow_too(sample: Sample) -> float:
+        try:
+            await asyncio.sleep(60 if sample.completion == "slow" else 0)
+        except asyncio.CancelledError:
+            cancelled.append(sample.completion)
+            raise
+        return 1.0
+
+    async def main(judge: Judge) -> list[Outcome]:
+        outcomes = list(await asyncio.gather(judge.judged(sample("slow")), judge.judged(sample("quick"))))
+        await asyncio.sleep(0.01)
+        assert cancelled == (["slow"] if reward is slow_too else []), "it is not left running until the loop ends"
+        return outcomes
+
+    for reward in (slow, slow_too):
+        judge = Judge(reward, seconds=0.05, threads=1 if batch else 8)
+        late, quick = judge([sample("slow"), sample("quick")]) if batch else asyncio.run(main(judge))
+        judge.close()
+        assert late.kind is OutcomeKind.TIMED_OUT
+        assert "took longer than 0.05 s" in late.reason
+        assert quick.score == 1.0
+    released.set()
+    assert cancelled == ["slow"]
+
+
+def test_who_is_cancelled_while_it_is_judged_cancels_the_reward() -> None:
+    ended = []
+
+    async def endless(sample: Sample) -> float:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(True)
+        return 1.0
+
+    async def main() -> None:
+        work = asyncio.ensure_future(Judge(endless).judged(sample()))
+        await asyncio.sleep(0.01)
+        work.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await work
+        await asyncio.sleep(0)
+        assert ended == [True]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("threads", [0, 8])
+def test_a_mistake_or_an_exit_in_a_loop_is_raised(threads: int) -> None:
+    def leaves(sample: Sample) -> float:
+        raise SystemExit(3)
+
+    with pytest.raises(RewardError, match="group 0, member 0"):
+        one(lambda _: math.nan, threads=threads)
+    with pytest.raises(SystemExit):
+        one(leaves, threads=threads)
+
+
+def test_a_coroutine_of_a_reward_that_is_late_is_closed() -> None:
+    """It is made in a thread, after the time is over: a warning that nobody awaited it would be an error here."""
+    released = threading.Event()
+
+    async def rest() -> float:
+        return 1.0
+
+    def slow(sample: Sample) -> Any:
+        released.wait(30)
+        return rest()
+
+    async def main() -> Outcome:
+        outcome = await Judge(slow, seconds=0.01).judged(sample())
+        released.set()
+        await asyncio.sleep(0.05)
+        return outcome
+
+    assert asyncio.run(main()).kind is OutcomeKind.TIMED_OUT
+    gc.collect()
+
+
+@pytest.mark.parametrize("options", [{"seconds": 0}, {"seconds": math.inf}, {"seconds": -1.0}, {"threads": -1}])
+def test_limits_that_make_no_sense_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"must be (above|at least) 0"):
+        Judge(lambda _: 1.0, **options)

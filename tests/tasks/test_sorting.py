@@ -18,7 +18,7 @@ from ramet.types import Sample, StopReason
 
 def score(task: Task, row: Any, completion: str) -> float | None:
     sample = Sample(row["prompt"], completion, (1,), (2,), row, StopReason.EOS, group=0, member=0)
-    (outcome,) = Judge(task.reward)([sample])
+    (outcome,) = Judge(task.score)([sample])
     return outcome.score
 
 

@@ -136,6 +136,142 @@ def show_settings() -> None:
         click.echo(f"{key} ({shown})\n    {field.description}")
 
 
+def with_task(command: Command) -> Command:
+    """Add what says which task, and what of it: `--set`, `--seed`."""
+    for add in (
+        click.option("--seed", type=click.IntRange(min=0), default=0, help="All randomness is a function of it."),
+        click.option(
+            "overrides", "--set", multiple=True, metavar="KEY=VALUE", help="Set a key, e.g. task.options.digits=3."
+        ),
+        click.argument("task"),
+    ):
+        command = add(command)
+    return command
+
+
+with_split = click.option(
+    "--split", type=click.Choice(["held-out", "train"]), default="held-out", help="Which rows of the task."
+)
+
+
+@main.command()
+@with_task
+@with_split
+@click.option("--row", type=click.IntRange(min=0), default=0, help="Which of them, counted from 0.")
+@with_traceback
+def play(task: str, overrides: tuple[str, ...], seed: int, split: Any, row: int) -> None:
+    """Play a task in the terminal, in the place of a model.
+
+    TASK is the name of a task, as in `task.name` of a recipe.
+    """
+    from ramet.cli.play import run
+
+    click.get_current_context().exit(run(task, overrides, seed=seed, split=split, number=row))
+
+
+@main.command()
+@with_task
+@click.option("--episodes", type=click.IntRange(min=1), default=32, show_default=True, help="Rows that are played.")
+@click.option("--full", type=float, default=1.0, show_default=True, help="What the reference must earn.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@with_traceback
+def check(task: str, overrides: tuple[str, ...], seed: int, episodes: int, full: float, as_json: bool) -> None:
+    """Prove a task without a model: its reference earns all, wrong answers do not, episodes repeat.
+
+    TASK is the name of a task, as in `task.name` of a recipe. Exit code: 0 where every check passed, else 1.
+    """
+    from ramet.cli.check import run
+
+    click.get_current_context().exit(run(task, overrides, seed=seed, episodes=episodes, full=full, as_json=as_json))
+
+
+def _whole_numbers(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    try:
+        numbers = sorted({int(part) for part in value.split(",")})
+    except ValueError as error:
+        raise click.BadParameter(
+            f"expected whole numbers with commas between them, as 1,4,16: found {value}"
+        ) from error
+    return tuple(numbers)
+
+
+@main.command("eval")
+@with_task
+@click.option(
+    "--model", metavar="NAME|FOLDER", help="A transformers model, or the folder of a run: its newest weights."
+)
+@click.option("--server", metavar="URL", help="An OpenAI-compatible server; --model is what it calls the model.")
+@click.option(
+    "--policy", type=click.Choice(["reference", "person"]), help="Without a model: the task's reference, or you."
+)
+@click.option(
+    "--tokenizer", metavar="NAME|FOLDER", help="Of the served model: ids instead of text, where the server can."
+)
+@click.option("--api-key-from", metavar="VARIABLE", help="Environment variable that holds the server's key.")
+@click.option("--problems", type=click.IntRange(min=1), default=100, show_default=True, help="Rows that are played.")
+@click.option("--samples", type=click.IntRange(min=1), default=1, show_default=True, help="Episodes of each row.")
+@click.option("--temperature", type=click.FloatRange(min=0), help="Of a model; 0 is greedy, the default is 1.")
+@click.option("--max-new-tokens", type=click.IntRange(min=1), help="Of a turn of a model; the default is 512.")
+@click.option("--k", "ks", metavar="K,...", callback=_whole_numbers, help="The k of pass@k; default: 1 and --samples.")
+@click.option("--pass-at", type=float, default=1.0, show_default=True, help="The score from which a rollout passes.")
+@click.option("--by", metavar="COLUMN", help="Column to tell the rows apart by; default: their difficulty, if any.")
+@with_split
+@click.option("--name", help="Name of the folder that the rollouts are kept in.")
+@click.option("--runs", metavar="DIR", default="runs", show_default=True, help="Folder that holds it.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
+@with_traceback
+def evaluate(
+    task: str,
+    overrides: tuple[str, ...],
+    seed: int,
+    model: str | None,
+    server: str | None,
+    policy: Any,
+    tokenizer: str | None,
+    api_key_from: str | None,
+    problems: int,
+    samples: int,
+    temperature: float | None,
+    max_new_tokens: int | None,
+    ks: tuple[int, ...] | None,
+    pass_at: float,
+    by: str | None,
+    split: Any,
+    name: str | None,
+    runs: str,
+    as_json: bool,
+) -> None:
+    """Measure a policy on a task: mean score, pass@k, a table by difficulty.
+
+    TASK is the name of a task, as in `task.name` of a recipe. Every rollout is kept, in a folder of its own.
+    """
+    from ramet.cli.eval import Measure, run
+    from ramet.cli.players import Who
+
+    who = Who(model, server, policy, tokenizer, api_key_from)
+    measured = tuple(sorted({1, samples})) if ks is None else ks
+    measure = Measure(problems, samples, temperature, max_new_tokens, measured, pass_at, by, split, seed)
+    click.get_current_context().exit(run(task, who, measure, overrides, name=name, runs=runs, as_json=as_json))
+
+
+@main.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--reward", required=True, metavar="FILE.py:FUNCTION", help="The reward, or package.module:function.")
+@click.option("--out", type=click.Path(path_type=Path), help="File to write; default: a new one beside the old.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
+@with_traceback
+def rescore(run: Path, reward: str, out: Path | None, as_json: bool) -> None:
+    """Judge the rollouts of a run again, by another reward.
+
+    RUN is the folder of a run or of an evaluation. Its rollouts stay as they are.
+    """
+    from ramet.cli.rescore import run as rescored
+
+    click.get_current_context().exit(rescored(run, reward, out, as_json))
+
+
 def shipped_recipes() -> dict[str, Path]:
     """Return the recipes that come with ramet, by name."""
     folder = Path(str(resources.files("ramet"))) / "recipes"

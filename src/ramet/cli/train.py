@@ -18,7 +18,7 @@ def run(config: TrainConfig, resume: bool = False) -> int:
     After an interrupt or an error, the last line but the error's own says where the checkpoint is.
     """
     # Loaded here, so that a misspelt setting is reported before torch has loaded.
-    _quiet_libraries()
+    quiet_libraries()
     from ramet.trainer import Trainer
 
     progress = Progress()
@@ -55,7 +55,7 @@ def _report(folder: Path) -> Path:
     return write_report(folder)
 
 
-def _quiet_libraries() -> None:
+def quiet_libraries() -> None:
     """Keep other libraries' progress bars and one notice of torch's own imports out of the one progress line."""
     import logging
 

@@ -26,6 +26,7 @@ def contradictions(config: TrainConfig) -> Iterator[Contradiction]:
     yield from _of_the_loss(config.loss)
     yield from _of_the_updates(config)
     yield from _of_the_steps(config)
+    yield from _of_the_staleness(config)
 
 
 def _of_the_model(model: ModelConfig) -> Iterator[Contradiction]:
@@ -142,6 +143,20 @@ def _of_the_steps(config: TrainConfig) -> Iterator[Contradiction]:
             f"rollout.group_size = {config.rollout.group_size} teaches nothing: a rollout is compared with the others "
             "of its group, and alone its advantage is 0",
             "set rollout.group_size to 2 or more",
+        )
+
+
+def _of_the_staleness(config: TrainConfig) -> Iterator[Contradiction]:
+    stale = config.rollout.staleness
+    if stale and config.server is None:
+        yield (
+            f"rollout.staleness = {stale} needs a server: a model in the process is either sampled from or trained",
+            "set [server], or rollout.staleness = 0",
+        )
+    if stale and config.loss.importance_cap is None:
+        yield (
+            f"rollout.staleness = {stale} trains on samples of older weights, and nothing corrects for it",
+            "set loss.importance_cap, for example to 2.0",
         )
 
 

@@ -113,6 +113,47 @@ class RolloutConfig(Section):
         default="score", description="What becomes of rollouts that a limit ended."
     )
     rows_per_batch: int | None = Field(default=None, ge=1, description="Rows generated at once; absent: all of a step.")
+    max_turns: int | None = Field(
+        default=None, ge=1, description="Most turns of the model in an episode; absent: what the task says."
+    )
+    episode_seconds: float = Field(
+        default=600.0, gt=0, description="An episode of a task with replies or tools is given up after so long."
+    )
+    tool_seconds: float = Field(default=30.0, gt=0, description="A call of a tool is given up after so long.")
+    score_seconds: float | None = Field(
+        default=None,
+        gt=0,
+        description="A score is given up after so long; absent: as episode_seconds, and never for a task of one turn.",
+    )
+    staleness: int = Field(
+        default=0,
+        ge=0,
+        description="With a server: how many steps old the weights may be by which rollouts are sampled, which are "
+        "then sampled while the steps before are trained on. 0: sample, train, sample, train.",
+    )
+    rewrites: Literal["follow", "keep"] = Field(
+        default="follow",
+        description="Where a chat template writes earlier turns in another way later on: follow it, in a new part of "
+        "the episode, or keep what the model saw.",
+    )
+
+
+class ServerConfig(Section):
+    """A server that samples in place of the process; without the section, the model samples where it is trained."""
+
+    url: str = Field(min_length=1, description="Where the server is, such as http://127.0.0.1:8000.")
+    model: str = Field(min_length=1, description="What the server calls the model.")
+    concurrency: int = Field(default=64, ge=1, description="Rows under way at once.")
+    timeout_seconds: float = Field(default=600.0, gt=0, description="A request is given up after so long.")
+    retries: int = Field(default=5, ge=0, description="How often a request that failed in passing is sent again.")
+    weights_folder: str | None = Field(
+        default=None,
+        description="Where weights are written for the server, which must see it under the same name; absent: a "
+        "temporary folder.",
+    )
+    key_variable: str | None = Field(
+        default=None, description="Environment variable that holds the server's key; absent: no key."
+    )
 
 
 class AdvantageConfig(Section):
@@ -225,6 +266,7 @@ class TrainConfig(Section):
     model: ModelConfig | None = None
     task: TaskConfig | None = None
     warm_start: WarmStartConfig | None = None
+    server: ServerConfig | None = None
     rollout: RolloutConfig
     advantage: AdvantageConfig = AdvantageConfig()
     loss: LossConfig = LossConfig()

@@ -5,6 +5,7 @@ The transforms that are appended to them, the specs and what reads their results
 
 from __future__ import annotations
 
+from ramet.envs.chat import ChatEnv
 from ramet.envs.check import check_env_specs
 from ramet.envs.env import EnvBase, TransformedEnv
 from ramet.envs.hashing import LLMHashingEnv
@@ -28,6 +29,7 @@ from ramet.transforms import (
 __all__ = [
     "Bounded",
     "Categorical",
+    "ChatEnv",
     "Compose",
     "Composite",
     "DataLoadingPrimer",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ramet import ragged
 from ramet.ragged.text import text_in
-from ramet.ragged.text_entry import text_of
+from ramet.ragged.text_entry import column_of
 from ramet.specs import KeyPath
 from ramet.transforms.entries import mask_of, whole
 from ramet.transforms.env_specs import FLAGS
@@ -86,6 +86,8 @@ def _again(value: Any) -> Any:
     """Return what the copy of a TensorDict has of an entry."""
     if isinstance(value, Tensor) or not is_tensor_collection(value):
         return value
+    if plain(value):
+        return copied(value)
     text = text_in(value) if type(value) is NonTensorStack else None
     return value.clone(recurse=False) if text is None else text.entry()
 
@@ -102,6 +104,24 @@ def made(entries: dict[str, Any], like: TensorDictBase) -> TensorDict:
     """
     source: Any = entries
     return TensorDict._new_unsafe(source, batch_size=like.batch_size, device=like.device, nested=False)
+
+
+def nested(entries: Mapping[KeyPath, Any], like: TensorDictBase) -> TensorDict:
+    """Make a TensorDict as `made` does, of entries under nested keys too; those that are None are left out."""
+    tree: dict[str, Any] = {}
+    for key, value in entries.items():
+        if value is None:
+            continue
+        path = (key,) if isinstance(key, str) else key
+        inside = tree
+        for name in path[:-1]:
+            inside = inside.setdefault(name, {})
+        inside[path[-1]] = value
+    return _of_tree(tree, like)
+
+
+def _of_tree(tree: dict[str, Any], like: TensorDictBase) -> TensorDict:
+    return made({key: _of_tree(value, like) if isinstance(value, dict) else value for key, value in tree.items()}, like)
 
 
 def with_entries(td: TensorDictBase, entries: dict[KeyPath, Any]) -> TensorDictBase:
@@ -129,17 +149,38 @@ def advanced(
 ) -> TensorDict | None:
     """Return the state after a step: `td` without `consumed` keys and rewards, and over it `next_td` without rewards.
 
-    None where that is not a matter of top-level keys alone.
+    None where one of them is more than a TensorDict of entries and of others like it.
     """
-    if not (plain(td) and plain(next_td) and _fits(next_td, td)):
+    paid = {(key,) if isinstance(key, str) else key for key in rewards}
+    gone = {(key,) if isinstance(key, str) else key for key in consumed} | paid | {("next",)}
+    return _over(td, next_td, gone, paid, ())
+
+
+def _over(
+    td: TensorDictBase, new: Any, gone: Collection[KeyPath], paid: Collection[KeyPath], path: tuple[str, ...]
+) -> TensorDict | None:
+    """Return the entries of `td` that are not `gone`, and over them those of `new` that are not `paid`."""
+    if not (plain(td) and plain(new) and _fits(new, td)):
         return None
-    state = {key: value for key, value in td.items() if key not in consumed and key not in rewards and key != "next"}
-    after = {key: value for key, value in next_td.items() if key not in rewards}
-    nested = any(type(key) is not str for key in (*consumed, *rewards))
-    if nested or not all(isinstance(value, Tensor) or is_leaf_nontensor(type(value)) for value in after.values()):
-        return None
-    replaced = {key: value if key in after else _again(value) for key, value in state.items()}
-    return made({**replaced, **after}, td)
+    before: dict[str, Any] = {key: value for key, value in td.items() if (*path, key) not in gone}
+    after: dict[str, Any] = {key: value for key, value in new.items() if (*path, key) not in paid}
+    entries: dict[str, Any] = {}
+    for key in before | after:
+        old: Any = before.get(key)
+        value = after.get(key)
+        if not _is_nested(old if key not in after else value):
+            entries[key] = value if key in after else _again(old)
+            continue
+        empty = made({}, td)
+        inner = _over(old if _is_nested(old) else empty, empty if key not in after else value, gone, paid, (*path, key))
+        if inner is None:
+            return None
+        entries[key] = inner
+    return made(entries, td)
+
+
+def _is_nested(value: Any) -> bool:
+    return is_tensor_collection(value) and not is_leaf_nontensor(type(value))
 
 
 def merge(td: TensorDictBase, new: TensorDictBase) -> TensorDictBase:
@@ -158,5 +199,5 @@ def merge(td: TensorDictBase, new: TensorDictBase) -> TensorDictBase:
 
 def same(a: Any, b: Any) -> bool:
     """Say whether two entries are one; two entries of text also are if they hold one text."""
-    text = text_of(a)
-    return a is b or (text is not None and text is text_of(b))
+    column = column_of(a)
+    return a is b or (column is not None and column is column_of(b))

@@ -78,7 +78,9 @@ class Rollout:
     """One episode, or one part of it: a path through the forest and what belongs to this occurrence of it alone.
 
     An episode has several parts where what the model saw was rewritten on the way: `part` counts them from 0. They
-    stand one behind the other, share their outcome, and count as one in a group. `end` is the node where its path ends; `group` and `member` say which completion of which prompt it is (-1 where
+    stand one behind the other, share their outcome, and count as one in a group.
+
+    `end` is the node where its path ends; `group` and `member` say which completion of which prompt it is (-1 where
     nobody said). `kinds` int8, `log_probs` float32 (NaN where the token was not sampled, or nobody knows) and
     `versions` int32 (-1 likewise) have one entry for each token of the path, prompt included. `steps` are there for a
     rollout that came from an environment by `Forest.extend`.

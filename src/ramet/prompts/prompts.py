@@ -111,7 +111,7 @@ class Prompts:
 
     `limit` is the largest number of tokens that a prompt may have; `too_long` says what becomes of a longer one, and
     there is no silent cut: the default refuses it. `rows[i]` are those that stayed, `dropped` counts the others.
-    `called` names a row in errors.
+    `called` names a row in errors. `tools` are the JSON schemas of the tools that are offered, part of every prompt.
     """
 
     def __init__(
@@ -123,6 +123,7 @@ class Prompts:
         limit: int | None = None,
         too_long: TooLong = "refuse",
         called: str = "row",
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         self.rows: list[Row] = []
         self.tokens: list[Tensor] = []
@@ -131,7 +132,7 @@ class Prompts:
         if too_long not in get_args(TooLong):
             raise ConfigError(f"too_long: expected one of {', '.join(get_args(TooLong))}, found {too_long!r}")
         for number, row in enumerate(read_rows(rows)):
-            ids = tokenize_prompt(tokenizer, row["prompt"], f"{called} {number}")
+            ids = tokenize_prompt(tokenizer, row["prompt"], f"{called} {number}", tools)
             if limit is not None and len(ids) > limit:
                 ids = _cut(ids, limit, too_long, f"{called} {number}")
             if ids:
@@ -175,8 +176,12 @@ class Prompts:
         )
 
 
-def tokenize_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, where: str) -> list[int]:
+def tokenize_prompt(
+    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, where: str, tools: Sequence[Mapping[str, Any]] = ()
+) -> list[int]:
     """Return the ids of a prompt: text with the tokenizer's own special tokens, messages through its chat template.
+
+    `tools` are handed to the template; a text has no place for them.
 
     An empty text becomes the beginning-of-text token, for a causal model needs something to start from. Raises
     `DataError` where there is no such token, or no chat template, naming `where`.
@@ -190,7 +195,10 @@ def tokenize_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, where: s
                 hint="give prompts as text, or set tokenizer.chat_template",
             )
         messages = [dict(message) for message in prompt]
-        ids = list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+        offered: list[Any] | None = [dict(tool) for tool in tools] or None
+        ids = list(
+            tokenizer.apply_chat_template(messages, tools=offered, add_generation_prompt=True, return_dict=False)
+        )
     if not ids:
         if tokenizer.bos_token_id is None:
             raise DataError(

@@ -9,8 +9,7 @@ from tensordict import LazyStackedTensorDict, NonTensorData, TensorDictBase
 from torch import Tensor
 
 from ramet.ragged.storage import Ragged, Side
-from ramet.ragged.text import Text
-from ramet.ragged.text_entry import text_of
+from ramet.ragged.text import Text, text_of
 
 KeyPath: TypeAlias = str | tuple[str, ...]
 _MASK, _MASKED = "attention_mask", ("tokens", "attention_mask")

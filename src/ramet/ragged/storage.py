@@ -12,6 +12,7 @@ from tensordict import NonTensorData, NonTensorStack
 from torch import Tensor
 
 from ramet.ragged.text import text_in
+from ramet.ragged.text_entry import column_of, entry_of
 
 Side: TypeAlias = Literal["left", "right"]
 
@@ -195,6 +196,9 @@ def choose(mask: Tensor, new: Any, old: Any) -> Any:
         text, before = text_in(new), text_in(old)
         if text is not None and before is not None:
             return text.where(mask, before).entry()
+        column, other = column_of(new), column_of(old)
+        if column is not None and type(column) is type(other):
+            return entry_of(column.where(mask, other), True)
         items = zip(mask.tolist(), new.tolist(), old.tolist(), strict=True)
         return NonTensorStack(*[NonTensorData(n if flag else o) for flag, n, o in items])
     if is_jagged(new) or is_jagged(old):

@@ -30,7 +30,7 @@ from ramet.ragged.text_ends import (
     replaced,
     shortened,
 )
-from ramet.ragged.text_entry import entry_of, text_of
+from ramet.ragged.text_entry import column_of, entry_of
 
 if TYPE_CHECKING:
     from ramet.ragged.storage import Ragged
@@ -251,6 +251,12 @@ class Text:
             for string, limit, row_pieces in zip(read.strings, limits, pieces, strict=True):
                 row_pieces.append(string[:limit])
         return ["".join(reversed(row_pieces)) for row_pieces in pieces]
+
+
+def text_of(value: Any) -> Text | None:
+    """Return the text of an entry that is unread still; None for any other value."""
+    column = column_of(value)
+    return column if isinstance(column, Text) else None
 
 
 def text_in(value: Any) -> Text | None:

@@ -1,4 +1,6 @@
-"""What a TensorDict holds of a text: non-tensor data that is unread until more than its strings is wanted.
+"""What a TensorDict holds of a column such as a text: non-tensor data that is unread until more of it is wanted.
+
+A column is B values that need not be there yet: what has `tolist`, `where` and a length.
 
 Both classes are as good as a plain `NonTensorStack` or `NonTensorData`: whatever is asked of an object beyond the few
 things that it can do unread turns it into one. So nothing here knows how tensordict works on its data.
@@ -7,39 +9,49 @@ things that it can do unread turns it into one. So nothing here knows how tensor
 from __future__ import annotations
 
 import copyreg
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from tensordict import NonTensorData, NonTensorStack
 from tensordict.utils import LinkedList
-
-if TYPE_CHECKING:
-    from ramet.ragged.text import Text
+from torch import Tensor
 
 # Special methods that Python looks for in the class, past `__getattribute__`; these are not about an object's data.
 _OTHER = {"__new__", "__init__", "__init_subclass__", "__subclasshook__", "__class_getitem__", "__torch_function__"}
 _OTHER |= {"__class__", "__getattribute__", "__getattr__", "__hash__", "__dir__", "__sizeof__"}
 
 
+class Column(Protocol):
+    """B values that are made when they are read, and never changed."""
+
+    def __len__(self) -> int:
+        """How many values there are."""
+
+    def tolist(self) -> list[Any]:
+        """Return the values."""
+
+    def where(self, mask: Tensor, other: Any) -> Any:
+        """Return a column of these values where `mask` [B] is true, of those of `other`, of this kind, elsewhere."""
+
+
 class Strings(NonTensorStack):
-    """The strings of a batch [B], as a TensorDict holds them."""
+    """The strings, or other values, of a batch [B], as a TensorDict holds them."""
 
 
 class String(NonTensorData):
-    """One string, as a TensorDict without a batch holds it."""
+    """One string, or another value, as a TensorDict without a batch holds it."""
 
 
-def entry_of(text: Text, batch: bool, device: torch.device | None = None) -> Any:
-    """Make the entry of a text."""
+def entry_of(column: Column, batch: bool, device: torch.device | None = None) -> Any:
+    """Make the entry of a column."""
     made: Any = object.__new__(Strings if batch else String)
-    vars(made).update(text=text, device=device)
+    vars(made).update(column=column, device=device)
     return made
 
 
-def text_of(value: Any) -> Text | None:
-    """Return the text of an entry that is unread still; None for any other value."""
-    found: Text | None = vars(value)["text"] if type(value) in (Strings, String) else None
-    return found
+def column_of(value: Any) -> Any:
+    """Return the column of an entry that is unread still; None for any other value."""
+    return vars(value)["column"] if type(value) in (Strings, String) else None
 
 
 class _Unread:
@@ -56,7 +68,7 @@ class _Unread:
     @property
     def batch_size(self) -> torch.Size:
         """(B,), or () without a batch."""
-        return torch.Size([len(vars(self)["text"])] if type(self) is Strings else [])
+        return torch.Size([len(vars(self)["column"])] if type(self) is Strings else [])
 
     shape = batch_size
 
@@ -64,7 +76,7 @@ class _Unread:
         return False
 
     def _clone(self, recurse: bool = True) -> Any:
-        return entry_of(vars(self)["text"], type(self) is Strings, self.device)
+        return entry_of(vars(self)["column"], type(self) is Strings, self.device)
 
     def clone(self, recurse: bool = True, **options: Any) -> Any:
         """Return another entry of the text."""
@@ -75,12 +87,12 @@ class _Unread:
         given = (*args, kwargs.get("device"))[0]
         if len(args) > 1 or not isinstance(given, str | torch.device) or kwargs.keys() - {"device", "non_blocking"}:
             return _read(self).to(*args, **kwargs)
-        return entry_of(vars(self)["text"], type(self) is Strings, torch.device(given))
+        return entry_of(vars(self)["column"], type(self) is Strings, torch.device(given))
 
     def tolist(self, *, as_linked_list: bool = False, **options: Any) -> Any:
         """Return the strings; the other options of tensordict are for tensors. Without a batch, the one string."""
         entry: Any = self
-        strings = vars(entry)["text"].tolist()
+        strings = vars(entry)["column"].tolist()
         if type(entry) is String:
             return strings[0]
         return LinkedList(strings, td=entry) if as_linked_list else strings
@@ -97,10 +109,12 @@ class _Unread:
 
 def _plain(value: Any) -> Any:
     """Make the plain entry that `value` stands for."""
-    device, strings = value.device, vars(value)["text"].tolist()
+    device, items = value.device, vars(value)["column"].tolist()
     if type(value) is String:
-        return NonTensorData(strings[0], device=device)
-    return NonTensorStack(*strings) if device is None else NonTensorStack(*strings).to(device)
+        return NonTensorData(items[0], device=device)
+    # A list would become a stack of what is in it.
+    stack = NonTensorStack(*[item if type(item) is str else NonTensorData(item) for item in items])
+    return stack if device is None else stack.to(device)
 
 
 def _read(value: Any) -> Any:

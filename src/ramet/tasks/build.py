@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from ramet.errors import ConfigError, nearest
 from ramet.tasks.arithmetic import arithmetic
+from ramet.tasks.calculator import calculator
+from ramet.tasks.countdown import countdown
 from ramet.tasks.file import file
 from ramet.tasks.gym import gym
+from ramet.tasks.maths import maths
+from ramet.tasks.named import load
 from ramet.tasks.options import options_of, refuse_unknown
 from ramet.tasks.sorting import sorting
 from ramet.tasks.task import Task
+from ramet.tasks.text_arena import text_arena
+from ramet.tasks.word_guessing import word_guessing
 
-GYM = "reasoning-gym"
-MADE_UP: Mapping[str, Callable[..., Task]] = {"arithmetic": arithmetic, "sorting": sorting}
-KNOWN = (*MADE_UP, f"{GYM}:DATASET", "file")
+GYM, ARENA = "reasoning-gym", "textarena"
+BY_NAME: Mapping[str, Callable[..., Task]] = {
+    "arithmetic": arithmetic,
+    "sorting": sorting,
+    "countdown": countdown,
+    "word_guessing": word_guessing,
+    "calculator": calculator,
+    "maths": maths,
+}
+OF_PACKAGES: Mapping[str, Callable[..., Task]] = {GYM: gym, ARENA: text_arena}
+KNOWN = (*BY_NAME, f"{GYM}:DATASET", f"{ARENA}:GAME", "file", "path/to/file.py:NAME", "package.module:NAME")
 
 
 def build_task(
@@ -27,12 +43,14 @@ def build_task(
     held_out: str | None = None,
     reward: str | None = None,
 ) -> Task:
-    """Make the task `name`: "arithmetic", "sorting", "reasoning-gym:DATASET" or "file".
+    """Make the task `name`, one of `KNOWN`.
 
-    `options` go to `arithmetic`, `sorting` or `gym`, which say what they are; of `gym`, those that it does not have
-    itself are the dataset's. `prompts`, `held_out` and `reward` are the three settings of "file", which has no options.
-    `seed` is the run's: it may choose training problems, and never changes a held-out one. Raises `ConfigError` for an
-    unknown name or option, with the nearest known one.
+    `options` go to the function of that name, which says what they are; of a data set of reasoning-gym or a game of
+    textarena, those that `gym` or `text_arena` does not have itself are its own. `prompts`, `held_out` and `reward` are
+    the three settings of "file", which has no options. A task of your own is named by its file or module: a `Task`, or
+    a function that returns one and takes the options by name, and `seed` if it wants it. `seed` is the run's: it may
+    choose training problems, and never changes a held-out one. Raises `ConfigError` for an unknown name or option, with
+    the nearest known one.
 
     >>> task = build_task("arithmetic", {"digits": 1, "held_out_size": 10})
     >>> len(task.train), len(task.held_out)
@@ -52,10 +70,40 @@ def build_task(
             raise ConfigError(
                 f'task.{key} is read by the task file only: found the task "{name}"', hint=f"leave task.{key} out"
             )
-    if name in MADE_UP:
-        refuse_unknown(options, options_of(MADE_UP[name]), name)
-        return MADE_UP[name](seed=seed, **options)
-    if kind == GYM and colon:
-        own = {key: options.pop(key) for key in options_of(gym) if key in options}
-        return gym(dataset, seed=seed, options=options, **own)
+    if name in BY_NAME:
+        refuse_unknown(options, options_of(BY_NAME[name]), name)
+        return BY_NAME[name](seed=seed, **options)
+    if kind in OF_PACKAGES and colon:
+        builder = OF_PACKAGES[kind]
+        own = {key: options.pop(key) for key in options_of(builder) if key in options}
+        return builder(dataset, seed=seed, options=options, **own)
+    if colon and _NAMED.fullmatch(name):
+        return _named(name, options, seed)
     raise ConfigError(f'no task is called "{name}"', hint=nearest(name, KNOWN))
+
+
+_NAMED = re.compile(r".*\.py:\w+|[\w.]+:\w+", re.DOTALL)
+
+
+def _named(name: str, options: Mapping[str, Any], seed: int) -> Task:
+    """Return a task of the user's own, or what their function makes of the options."""
+    found = load(name, "task")
+    if isinstance(found, Task):
+        refuse_unknown(options, (), name)
+        return found
+    if not callable(found):
+        raise ConfigError(
+            f'the task "{name}" must be a Task, or a function that returns one: found {type(found).__name__}'
+        )
+    parameters = inspect.signature(found).parameters
+    taken = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        refuse_unknown(options, [key for key in taken if key != "seed"], name)
+    given = {**options, "seed": seed} if "seed" in taken else dict(options)
+    missing = [key for key in taken if parameters[key].default is inspect.Parameter.empty and key not in given]
+    if missing:
+        raise ConfigError(f'the task "{name}" needs the option "{missing[0]}"', hint=f"set task.options.{missing[0]}")
+    made = found(**given)
+    if not isinstance(made, Task):
+        raise ConfigError(f'the task "{name}" must return a Task: found {type(made).__name__}')
+    return made

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import importlib
-import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-import numpy as np
-
 from ramet.errors import ConfigError, nearest
 from ramet.tasks.options import flag, one_of, options_of, text, whole
+from ramet.tasks.random_states import RandomStates
 from ramet.tasks.task import Task
 from ramet.types import Sample
 
@@ -190,7 +187,7 @@ def _distinct(
     seed = int.from_bytes(hashlib.blake2b(stream.encode(), digest_size=4).digest()) >> 1
     tries = max(1, TRIES * count)
     entries: list[_Entry] = []
-    with _own_random_state(seed):
+    with RandomStates(seed).lent():  # a few datasets draw from the global ones
         dataset = make(seed, tries)
         for number in range(tries):
             if len(entries) == count:
@@ -205,16 +202,3 @@ def _distinct(
             hint="lower task.options.train_size or held_out_size, or widen the dataset's options",
         )
     return entries, dataset
-
-
-@contextlib.contextmanager
-def _own_random_state(seed: int) -> Iterator[None]:
-    """Keep the global random states of Python and numpy as they were: a few datasets draw from them."""
-    python, numpy = random.getstate(), np.random.get_state()
-    random.setstate(random.Random(seed).getstate())
-    np.random.set_state(np.random.RandomState(seed).get_state())
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)

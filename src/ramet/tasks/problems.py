@@ -1,4 +1,4 @@
-"""What the made-up tasks share: all their problems are listed, split once and for all, and answered exactly."""
+"""What the made-up tasks share: problems that are listed or drawn, split once and for all, and answered exactly."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import random
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ramet.errors import ConfigError
@@ -51,6 +51,48 @@ def split(
     train.sort(key=lambda row: _hash(f"seed {seed}", row["prompt"]))
     chance = _chance([row["answer"] for row in rows], [row["answer"] for row in held_out])
     return Task(name, train[:wanted], held_out, exact_match, answer=reference_answer, chance=chance)
+
+
+DRAWS = 20  # for each distinct problem that is wanted
+
+
+def draw(
+    name: str, make: Callable[[random.Random], dict[str, Any]], stream: str, count: int, seen: set[str]
+) -> list[dict[str, Any]]:
+    """Draw `count` problems, where there are too many to list, from a stream of random numbers of its own.
+
+    A problem is a row, told from others by its "prompt", which is new to `seen` and added to it. The stream is a
+    function of the two names alone: a larger `count` goes on where a smaller one ends. Raises `ConfigError` where
+    `DRAWS` draws for each one, and a hundred more, are not enough.
+    """
+    rng = random.Random(f"{name}: {stream}")
+    rows: list[dict[str, Any]] = []
+    tries = DRAWS * count + 100
+    for _ in range(tries):
+        if len(rows) == count:
+            break
+        row = make(rng)
+        key = repr(row["prompt"])
+        if key not in seen:
+            seen.add(key)
+            rows.append(row)
+    if len(rows) < count:
+        raise ConfigError(
+            f"{name}: {tries} draws gave {len(rows)} distinct problems ({stream}), {count} are wanted",
+            hint="lower task.options.train_size or held_out_size, or allow more problems",
+        )
+    return rows
+
+
+def drawn(
+    name: str, make: Callable[[random.Random], dict[str, Any]], *, seed: int, train_size: int, held_out_size: int
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return training and held-out rows: the held-out ones are always the same, `seed` chooses what is trained on."""
+    whole("train_size", train_size, low=1)
+    whole("held_out_size", held_out_size, low=0)
+    seen: set[str] = set()
+    held_out = draw(name, make, "held out", held_out_size, seen)
+    return draw(name, make, f"train {seed}", train_size, seen), held_out
 
 
 def exact_match(sample: Sample) -> float:

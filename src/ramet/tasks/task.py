@@ -1,32 +1,67 @@
-"""What is asked, and how an answer is judged."""
+"""What is asked, what the environment replies, what may be used, and how an answer is judged."""
 
 from __future__ import annotations
 
+import hashlib
+import random
+import struct
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from ramet.types import Outcome, Sample
+from ramet.types import Episode, Message, Outcome, Sample
+
+Row: TypeAlias = Mapping[str, Any]
+"""One row of data: "prompt" (text or messages) and any other columns."""
 
 Verdict: TypeAlias = float | Mapping[str, float] | Outcome | None
 """A score, named rewards that are added up, a whole outcome, or None (abstain)."""
 
 Reward: TypeAlias = Callable[[Sample], Verdict | Awaitable[Verdict]]
-"""A reward function, sync or async."""
+"""A function, sync or async, that scores a finished rollout."""
+
+Answer: TypeAlias = str | Message | Sequence[Message] | None
+"""What an environment says after a turn: text (of the user's), a message, several, or None: the end."""
+
+Reply: TypeAlias = Callable[[Episode], Answer | Awaitable[Answer]]
+"""A function, sync or async, that answers the model's last turn."""
+
+Begin: TypeAlias = Callable[[Row, random.Random], Any]
+"""A function that makes the state of one episode from its row and random numbers of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Rows to train on, rows that are held out, and a reward.
+    """Rows to train on, rows that are held out, and `score`, the reward.
 
     Each row is a mapping with "prompt" (text or messages) and any other columns, which the reward finds in
     `sample.row`. `answer` gives the reference answer of a row where there is one: it is what a supervised warm start
     imitates and what must earn the full reward. `chance` is the mean reward of guessing among well-formed answers.
+
+    A task of one turn is these. In one of several, `reply` answers each turn of the model's, up to `max_turns` of them;
+    `tools` are typed functions (or `ramet.tools.Tool`s) that the model may call in a turn, each call answered by a
+    message before it goes on; `begin` makes what an episode has of its own, which is closed once at the end where it
+    has a `close` method. `player` plays the reference: it returns what the model should write next.
     """
 
     name: str
-    train: Sequence[Mapping[str, Any]]
-    held_out: Sequence[Mapping[str, Any]]
-    reward: Reward
-    answer: Callable[[Mapping[str, Any]], str] | None = None
+    train: Sequence[Row]
+    held_out: Sequence[Row]
+    score: Reward
+    answer: Callable[[Row], str] | None = None
     chance: float | None = None
+    begin: Begin | None = None
+    reply: Reply | None = None
+    tools: Sequence[Any] = ()
+    max_turns: int = 1
+    player: Callable[[Episode], str] | None = None
+
+
+def rng_of(seed: int, prompt: int) -> random.Random:
+    """Return random numbers that are a function of the run's seed and the prompt's number: the same for all members.
+
+    >>> rng_of(0, 3).random() == rng_of(0, 3).random() != rng_of(0, 4).random()
+    True
+    """
+    address = struct.pack("<2Q", seed % 2**64, prompt % 2**64)
+    return random.Random(int.from_bytes(hashlib.blake2b(address, digest_size=16).digest(), "little"))

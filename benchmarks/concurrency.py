@@ -1,0 +1,105 @@
+"""Tools of many rows at once: how long the rows take together, and what a busy scorer costs the others.
+
+    python benchmarks/concurrency.py                       # a few seconds
+
+64 rows call one tool each, which takes 0.1 s: an async function, and one that blocks. The target is that 64 rows end in
+under 0.4 s. Then a scorer computes in a thread, without a pause, and the rows are run again beside it: what they take
+longer is what it adds. Figures are medians over the rounds, in seconds. The last line is of Python code, each in a
+process of its own, as many at once as there are processors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from ramet.tools import Tool, Toolbox, python_tool
+from ramet.types import Episode, ToolCall
+
+WAIT = 0.1
+TARGET = 0.4
+
+
+async def sleep() -> str:
+    """Wait without a thread."""
+    await asyncio.sleep(WAIT)
+    return "done"
+
+
+def block() -> str:
+    """Wait in a thread."""
+    time.sleep(WAIT)
+    return "done"
+
+
+@contextmanager
+def busy_scorer() -> Iterator[None]:
+    """Let a thread compute in Python without a pause."""
+    end = threading.Event()
+
+    def score() -> None:
+        total = 0
+        while not end.is_set():
+            total += sum(number * number for number in range(1000))
+
+    thread = threading.Thread(target=score)
+    thread.start()
+    try:
+        yield
+    finally:
+        end.set()
+        thread.join()
+
+
+async def seconds_of(box: Toolbox, rows: int, name: str, arguments: dict[str, Any]) -> float:
+    """Run one call for each of `rows` rows at once; return how long all of them take."""
+    episodes = [Episode({}, [], random.Random(row)) for row in range(rows)]
+    begin = time.perf_counter()
+    answers = await asyncio.gather(*(box.run([ToolCall(name, arguments)], episode) for episode in episodes))
+    taken = time.perf_counter() - begin
+    wrong = [message["content"] for row in answers for message in row if message["content"].strip() != "done"]
+    if wrong:
+        raise SystemExit(f"{name}: a tool answered {wrong[0]!r}")
+    return taken
+
+
+def median(rounds: int, tools: Sequence[Tool | Callable[..., Any]], rows: int, name: str, arguments: Any) -> float:
+    """Return the median over `rounds`, each with threads of its own, as a run begins."""
+    found = []
+    for _ in range(rounds):
+        box = Toolbox(tools)
+        try:
+            found.append(asyncio.run(seconds_of(box, rows, name, arguments)))
+        finally:
+            box.close()
+    return statistics.median(found)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args(arguments)
+    tools = [sleep, block]
+    print(f"{options.rows} rows with one tool of {WAIT:g} s each, seconds (target: under {TARGET:g})")
+    print(f"{'tool':<28} {'alone':>8} {'beside a busy scorer':>22} {'it adds':>9}")
+    for name, label in (("sleep", "async function"), ("block", "function, in threads")):
+        alone = median(options.rounds, tools, options.rows, name, {})
+        with busy_scorer():
+            beside = median(options.rounds, tools, options.rows, name, {})
+        print(f"{label:<28} {alone:>8.3f} {beside:>22.3f} {beside - alone:>9.3f}")
+    code = {"code": "print('done')"}
+    taken = median(1, [python_tool()], options.rows, "python", code)
+    print(f"{options.rows} rows that run Python code, each in a process of its own: {taken:.2f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""The peer's side: TorchRL, in an interpreter of its own. Started by `benchmarks/chat_env.py`.
+
+Its environment takes the whole conversation from the policy, which is put together outside the clock.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any
+
+os.environ.setdefault("RL_LOGGING_LEVEL", "ERROR")
+
+import torch
+from chat_work import ANSWER, SYSTEM, queries, tokenizer, turns
+from tensordict import set_list_to_stack
+from torchrl.data.llm import History
+from torchrl.envs.llm import ChatEnv
+from work import Loop, nothing, resets, serve
+
+
+def chat(call: str, mode: Any, batch: int, count: int = 4) -> Loop:
+    """Reset, step, or step and reset."""
+    env = ChatEnv(input_mode=mode, batch_size=(batch,), tokenizer=tokenizer(), system_prompt=SYSTEM)
+    given = queries(batch)
+    if call == "reset":
+        return resets(env, given.copy, nothing)
+    return turns(env, lambda: env.reset(given.copy()), _policy(mode, batch), count, call)
+
+
+def _policy(mode: str, batch: int) -> Callable[[Any], Any]:
+    said = History.from_chats([[{"role": "assistant", "content": ANSWER}] for _ in range(batch)])
+    ids = torch.tensor(tokenizer()(ANSWER)["input_ids"]).repeat(batch, 1)
+
+    def act(td: Any) -> Any:
+        talk = td.get(mode)
+        if mode == "history":
+            talk.full = talk.prompt.extend(said, inplace=False, dim=-1)
+        elif mode == "text":
+            talk.full = [text + ANSWER for text in talk.prompt]
+        else:
+            talk.full = torch.cat([talk.prompt, ids], -1)
+        return td
+
+    return act
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    set_list_to_stack(True).set()
+    names = ("torchrl", "tensordict", "torch", "transformers")
+    serve({"chat": chat}, {name: version(name) for name in names})

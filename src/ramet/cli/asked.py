@@ -1,0 +1,73 @@
+"""What the commands that play a task have in common: which task, which of its rows, and what is set."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+from ramet import toml
+from ramet.config import TaskConfig, TrainConfig, checked
+from ramet.errors import ConfigError, nearest
+from ramet.tasks import Task, build_task
+
+TASK_KEYS = ("task.options", "task.prompts", "task.held_out", "task.reward")
+Split: TypeAlias = Literal["held-out", "train"]
+
+
+def read_settings(
+    task: str,
+    overrides: Iterable[str],
+    *,
+    seed: int,
+    keys: Sequence[str] = (),
+    given: Mapping[str, Mapping[str, Any]] | None = None,
+) -> TrainConfig:
+    """Return the settings of a command: `given` ones by section, and `--set KEY=VALUE` on top.
+
+    `keys` are those that the command reads, beside those of the task; all others have values that mean nothing. Raises
+    `ConfigError` for another key, and for a value that a key can not have.
+    """
+    read = (*TASK_KEYS, *keys)
+    data: dict[str, Any] = {
+        "seed": seed,
+        "steps": 0,
+        "rollout": {"max_new_tokens": 1},
+        "optimizer": {"learning_rate": 1.0},
+    }
+    for section, values in (given or {}).items():
+        data.setdefault(section, {}).update(values)
+    data["task"] = {"name": task}
+    sources: dict[str, str] = {}
+    for text in overrides:
+        key = toml.override(data, text)
+        if not any(key == known or key.startswith(f"{known}.") for known in read):
+            raise ConfigError(f'{key} is not read here: found the override "{text}"', hint=nearest(key, read))
+        sources[key] = f'the override "{text}"'
+    return checked(data, "the command line", sources)
+
+
+def task_of(config: TrainConfig) -> Task:
+    """Build the task that `config` names."""
+    assert config.task is not None
+    return task_with(config.task, config.seed)
+
+
+def task_with(section: TaskConfig, seed: int) -> Task:
+    """Build the task of a section of the settings, with a seed of its own."""
+    return build_task(
+        section.name,
+        section.options,
+        seed=seed,
+        prompts=section.prompts,
+        held_out=section.held_out,
+        reward=section.reward,
+    )
+
+
+def rows_of(task: Task, split: Split) -> Sequence[Mapping[str, Any]]:
+    """Return the rows of one half of a task; raise `ConfigError` where there are none."""
+    rows = task.held_out if split == "held-out" else task.train
+    if not rows:
+        other = "train" if split == "held-out" else "held-out"
+        raise ConfigError(f"the task {task.name} has no {split} rows", hint=f"give --split {other}")
+    return rows

@@ -1,0 +1,27 @@
+"""`ramet check`: what a task must be, looked at without a model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import partial
+
+import click
+
+from ramet.cli.asked import read_settings, task_with
+from ramet.tasks.check import check_task
+from ramet.viewer.text import visible
+
+
+def run(task_name: str, overrides: Sequence[str], *, seed: int, episodes: int, full: float, as_json: bool) -> int:
+    """Check a task and print what was found; return 0 where no check failed, else 1."""
+    config = read_settings(task_name, overrides, seed=seed)
+    assert config.task is not None
+    build = partial(task_with, config.task)
+    report = check_task(build(seed), episodes=episodes, seed=seed, full=full, build=build)
+    if as_json:
+        findings = [{"check": f.name, "passed": f.passed, "found": f.detail} for f in report.findings]
+        click.echo(json.dumps({"task": report.task, "passed": report.passed, "findings": findings}))
+    else:
+        click.echo(visible(str(report)))
+    return 0 if report.passed else 1

@@ -1,0 +1,119 @@
+"""`ramet rescore`: the rollouts of a run, judged again by another reward."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ramet import metrics
+from ramet.cli.tables import print_table, shown
+from ramet.errors import DataError
+from ramet.metrics import Interval, MetricsLog, clustered_mean, finite
+from ramet.tasks.file import load_reward
+from ramet.tasks.judge import Judge
+from ramet.tasks.rescoring import rescore
+
+Record = Mapping[str, Any]
+
+
+def run(folder: Path, reward: str, out: Path | None, as_json: bool) -> int:
+    """Judge the rollouts of a run again, write them to a new file beside the old one, and show what changed.
+
+    Raises `DataError` for a folder without rollouts and for an output that is there already.
+    """
+    path = folder / "rollouts.jsonl"
+    if not path.is_file():
+        raise DataError(f"{folder} has no rollouts: expected rollouts.jsonl in it", hint="give the folder of a run")
+    old = metrics.read(path)
+    if not old:
+        raise DataError(f"{path} holds no rollouts", hint="they are written when a run has sampled")
+    with contextlib.closing(Judge(load_reward(reward))) as judge:
+        again = rescore([_with_prompt(record) for record in old], judge)
+    new = [{**after, "row": before["row"]} for before, after in zip(old, again, strict=True)]
+    written = _new_file(folder, out)
+    with MetricsLog(written) as log:
+        log.extend(new)
+    changes = compare(old, new)
+    if as_json:
+        found = {"reward": reward, "rollouts": [_as_table(change) for change in changes], "written": str(written)}
+        click.echo(json.dumps(finite(found, "result")))
+        return 0
+    rows = [
+        (name, shown(before), shown(after), f"{changed} of {count}") for name, before, after, changed, count in changes
+    ]
+    print_table(("rollouts", "old", "new", "verdicts changed"), rows)
+    click.echo("in brackets: 95% intervals, with the problems as the sample")
+    click.echo(f"rescored: {written}")
+    return 0
+
+
+Change = tuple[str, Interval | None, Interval | None, int, int]
+"""Which rollouts, their old and new mean score, how many verdicts changed, and of how many."""
+
+
+def compare(old: Sequence[Record], new: Sequence[Record]) -> list[Change]:
+    """Return what changed, for each time and way in which rollouts were sampled."""
+    parts: dict[str, list[tuple[Record, Record]]] = {}
+    for before, after in zip(old, new, strict=True):
+        parts.setdefault(_part(before), []).append((before, after))
+    return [
+        (
+            name,
+            _mean(before for before, _ in pairs),
+            _mean(after for _, after in pairs),
+            sum(_verdict(before) != _verdict(after) for before, after in pairs),
+            len(pairs),
+        )
+        for name, pairs in parts.items()
+    ]
+
+
+def _with_prompt(record: Record) -> Record:
+    """Return a record whose data row has its prompt, which is stored once, again."""
+    row = record.get("row")
+    return {**record, "row": {"prompt": record.get("prompt"), **row}} if isinstance(row, Mapping) else record
+
+
+def _part(record: Record) -> str:
+    when, decoding = str(record.get("when")), record.get("decoding")
+    return when if when == "train" or decoding is None else f"{when}, {decoding}"
+
+
+def _verdict(record: Record) -> tuple[Any, Any]:
+    return record.get("outcome"), record.get("score")
+
+
+def _mean(records: Iterable[Record]) -> Interval | None:
+    scores: dict[Any, list[float]] = {}
+    for record in records:
+        if record.get("score") is not None:
+            scores.setdefault(record.get("group"), []).append(record["score"])
+    return clustered_mean(scores.values()) if scores else None
+
+
+def _as_table(change: Change) -> dict[str, Any]:
+    name, before, after, changed, count = change
+    ends = [None if interval is None else interval._asdict() for interval in (before, after)]
+    return {"rollouts": name, "old": ends[0], "new": ends[1], "changed": changed, "count": count}
+
+
+def _new_file(folder: Path, out: Path | None) -> Path:
+    """Make and return an empty file that was not there."""
+    if out is not None:
+        try:
+            out.touch(exist_ok=False)
+        except OSError as error:
+            raise DataError(f"{out} can not be made: {error}", hint="name a file that is not there") from error
+        return out
+    for number in itertools.count(1):
+        path = folder / f"rollouts-rescored{'' if number == 1 else f'-{number}'}.jsonl"
+        with contextlib.suppress(FileExistsError):
+            path.touch(exist_ok=False)
+            return path
+    raise AssertionError("unreachable")

@@ -1,0 +1,209 @@
+"""Where the episodes of a conversation's rows stand, and the one conversation that they go on with.
+
+An episode's conversation is one object, which its last state goes on with at the cost of what is new. An earlier state
+that is gone on with a second time gets another: what was said until then is said to it again.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from ramet.chat import ChatTemplate, Conversation, Template
+from ramet.chat.markers import Markers
+from ramet.chat.seams import Seams
+from ramet.chat.template import Rewrites, Schemas
+from ramet.types import Episode, Message
+
+Moves: TypeAlias = "tuple[Moves, Any, tuple[Message, ...]] | None"
+"""What was said before, what the model said, and what came back; None before the first turn."""
+
+
+@dataclass(slots=True, eq=False)
+class Standing:
+    """Where an episode stands between two turns: what a row has under "episode".
+
+    `row` is its data row, `prompt` its first messages and `opening` their tokens; `state` is what the task's `begin`
+    made, as it is now; `turns` counts the model's. Two are equal if the same was said in them.
+    """
+
+    row: Mapping[str, Any]
+    prompt: Sequence[Message]
+    rng: random.Random
+    group: int
+    member: int
+    state: Any = None
+    turns: int = 0
+    moves: Moves = None
+    trouble: Any = None
+    opening: Sequence[int] = ()
+    talk: Talk | None = None
+
+    def then(self, said: Any, replies: Sequence[Message], episode: Episode, talk: Talk | None) -> Standing:
+        """Return where the episode stands after a turn."""
+        moves = (self.moves, said, tuple(replies))
+        parts = (self.row, self.prompt, episode.rng, self.group, self.member, episode.state, episode.turns, moves)
+        return Standing(*parts, None, self.opening, talk)
+
+    def history(self) -> list[tuple[Any, tuple[Message, ...]]]:
+        """Return what was said and what came back, turn by turn."""
+        found, moves = [], self.moves
+        while moves is not None:
+            found.append(moves[1:])
+            moves = moves[0]
+        return found[::-1]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Standing):
+            return NotImplemented
+        same = self.row == other.row and self.turns == other.turns and self.trouble == other.trouble
+        return same and list(self.prompt) == list(other.prompt) and self.history() == other.history()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        parts = (self.row, list(self.prompt), self.rng, self.group, self.member, self.state, self.turns)
+        return (_standing, (*parts, self.trouble, self.opening, self.history()))
+
+
+def _standing(*parts: Any) -> Standing:
+    """Make what was saved: without a conversation, which the next step begins again."""
+    made = Standing(*parts[:7])
+    made.trouble, made.opening, history = parts[7:]
+    for said, replies in history:
+        made.moves = (made.moves, said, tuple(replies))
+    return made
+
+
+class Talk:
+    """What was said in one episode: messages, and a `Conversation` where a template writes them."""
+
+    def __init__(self, talks: Talks, prompt: Sequence[Message]) -> None:
+        self._talks, self.turns = talks, 0
+        self._messages = list(prompt)
+        self._talk = None if talks.template is None else Conversation(talks.template, prompt, talks.schemas)
+        self._seen = (0, 0)
+
+    @property
+    def messages(self) -> list[Message]:
+        """All messages so far."""
+        return self._messages if self._talk is None else self._talk.messages
+
+    @property
+    def opening(self) -> list[int]:
+        """What the first piece begins with."""
+        return [] if self._talk is None else list(self._talk.piece.tokens)
+
+    def take(self, said: Any) -> None:
+        """Take what the model said: ids, or messages."""
+        self.turns += 1
+        talks = self._talks
+        if self._talk is None:
+            self._messages.extend(said)
+            last = said[-1] if said else {}
+            if talks.read is not None and "tool_calls" not in last and isinstance(last.get("content"), str):
+                self._messages[-1] = {**last, **talks.read(last["content"])}
+            return
+        self._seen = (len(self._talk.pieces), len(self._talk.piece.tokens))
+        ended = talks.ended(said)
+        self._talk.answer(said, [math.nan] * len(said), -1, ended=ended, read=talks.read)
+
+    def reply(self, messages: Sequence[Message]) -> None:
+        """Take what came back."""
+        if self._talk is None:
+            self._messages.extend(messages)
+        else:
+            self._talk.reply(messages)
+
+    def news(self) -> tuple[list[int] | None, list[int] | None]:
+        """Return what was added to the row since the last turn was taken, or the whole row if it is written anew."""
+        if self._talk is None:
+            return None, None
+        pieces, count = self._seen
+        tokens = self._talk.piece.tokens
+        return (tokens[count:], None) if len(self._talk.pieces) == pieces else (None, list(tokens))
+
+
+class Talks:
+    """How the conversations of an environment are held: in tokens, in text (a character is a token), or in messages."""
+
+    def __init__(self, mode: str, template: Template | None, tokenizer: Any, ends: frozenset[int]) -> None:
+        self.mode, self.tokenizer, self.ends = mode, tokenizer, ends
+        self.template: Template | None = None if mode == "history" else template
+        if mode == "text" and template is not None:
+            self.template = Characters(template)
+        self.schemas: Schemas = ()
+        self.read: Callable[[str], Message] | None = None
+
+    def shown(self, tokens: Sequence[int]) -> Any:
+        """Return tokens as the environment holds them: as ids, or as text."""
+        return "".join(map(chr, tokens)) if self.mode == "text" else list(tokens)
+
+    @property
+    def nothing(self) -> list[int] | None:
+        """What a turn adds that adds nothing."""
+        return None if self.mode == "history" else []
+
+    def offer(self, schemas: Schemas, read: Callable[[str], Message]) -> None:
+        """Offer tools, calls of which `read` finds in what the model wrote."""
+        self.schemas, self.read = schemas, read
+
+    def begin(self, prompt: Sequence[Message]) -> Talk:
+        """Begin a conversation."""
+        return Talk(self, prompt)
+
+    def again(self, standing: Standing) -> Talk:
+        """Begin a conversation and say all that was said in an episode."""
+        talk = self.begin(standing.prompt)
+        for said, replies in standing.history():
+            talk.take(said)
+            if replies:
+                talk.reply(replies)
+        return talk
+
+    def ended(self, said: Any) -> bool:
+        """Say whether the last token of an answer ends the turn and is no part of what it says."""
+        return self.mode == "tokens" and bool(said) and said[-1] in self.ends
+
+    def completion(self, said: Any, episode: Episode) -> str:
+        """Return the text of the last answer, without special tokens."""
+        if self.mode == "tokens":
+            return str(self.tokenizer.decode(said, skip_special_tokens=True))
+        return "".join(map(chr, said)) if self.mode == "text" else episode.text
+
+    def sampled(self, standing: Standing, said: Any) -> tuple[int, ...]:
+        """Return all tokens that were sampled; none where there are no tokens."""
+        if self.mode != "tokens":
+            return ()
+        return tuple(token for one in [*(answer for answer, _ in standing.history()), said] for token in one)
+
+
+class Characters:
+    """A template whose tokens are the characters of its text."""
+
+    def __init__(self, template: Template) -> None:
+        self.rewrites: Rewrites = template.rewrites
+        if isinstance(template, ChatTemplate):  # with a memory of its own: what it knows of seams holds tokens
+            template = ChatTemplate(template.tokenizer, template.options, rewrites=template.rewrites)
+        self._template = template
+
+    def render(self, messages: Sequence[Message], tools: Schemas = ()) -> str:
+        """Return what the template writes."""
+        return self._template.render(messages, tools)
+
+    def encode(self, text: str, *, opening: bool) -> list[int]:
+        """Return the code points of `text`."""
+        return [*map(ord, text)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of code points."""
+        return "".join(map(chr, ids))
+
+    def seams(self, tools: Schemas = ()) -> Seams:
+        """Return what is known by now of what the template writes behind a turn."""
+        if isinstance(self._template, ChatTemplate):
+            return self._template.seams(tools)
+        return Seams(lambda messages: self._template.render(messages, tools), Markers())

@@ -1,0 +1,113 @@
+"""Stored rollouts: back to what the reward saw, and judged again."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ramet.errors import DataError, RewardError
+from ramet.tasks import Judge, rescore
+from ramet.tasks.rescoring import NEEDED, sample_of
+from ramet.types import Sample, StopReason
+
+RECORD: dict[str, Any] = {
+    "when": "train",
+    "step": 3,
+    "group": 7,
+    "member": 2,
+    "prompt": "2+2=",
+    "completion": "4",
+    "prompt_tokens": [1, 5, 6],
+    "completion_tokens": [9, 2],
+    "messages": [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}],
+    "row": {"answer": "4", "level": 1},
+    "score": 0.0,
+    "rewards": {"old": 0.0},
+    "advantage": -0.5,
+    "outcome": "scored",
+    "reason": "",
+    "stop": "eos",
+}
+
+
+def right(sample: Sample) -> dict[str, float]:
+    return {"right": float(sample.completion == sample.row["answer"]), "short": len(sample.completion_tokens) / 10}
+
+
+def test_a_record_comes_back_as_the_reward_saw_it() -> None:
+    assert sample_of(json.loads(json.dumps(RECORD))) == Sample(
+        prompt="2+2=",
+        completion="4",
+        prompt_tokens=(1, 5, 6),
+        completion_tokens=(9, 2),
+        row={"prompt": "2+2=", "answer": "4", "level": 1},
+        stop=StopReason.EOS,
+        group=7,
+        member=2,
+        messages=({"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}),
+        state=None,
+    )
+
+
+def test_what_the_reward_says_now_takes_the_place_of_what_it_said() -> None:
+    (again,) = rescore([RECORD], Judge(right))
+    changed = {"score": 1.2, "rewards": {"right": 1.0, "short": 0.2}, "advantage": None}
+    assert again == {**RECORD, **changed}
+    assert RECORD["score"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("verdict", "outcome", "reason"),
+    [(None, "abstained", "returned None"), (LookupError("x"), "environment_error", "LookupError: x")],
+)
+def test_what_has_no_score_now_says_why(verdict: Any, outcome: str, reason: str) -> None:
+    def reward(sample: Sample) -> Any:
+        if verdict is not None:
+            raise verdict
+
+    (again,) = rescore([RECORD], Judge(reward))
+    assert (again["score"], again["outcome"], again["rewards"]) == (None, outcome, {})
+    assert reason in again["reason"]
+
+
+@pytest.mark.parametrize("stop", ["error", "timeout"])
+def test_a_rollout_that_was_never_judged_stays(stop: str) -> None:
+    record = {**RECORD, "stop": stop, "outcome": "environment_error", "score": None, "reason": "the server died"}
+    cut = {**RECORD, "stop": "turn_limit"}
+    kept, judged = rescore([record, cut], Judge(right))
+    assert kept == record
+    assert judged["score"] == 1.2
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.lists(st.sampled_from(["4", "5", "four"]), max_size=6))
+def test_each_record_has_its_own_verdict_in_its_place(completions: list[str]) -> None:
+    again = rescore([{**RECORD, "completion": text} for text in completions], Judge(right))
+    assert [record["rewards"]["right"] for record in again] == [float(text == "4") for text in completions]
+
+
+def test_a_mistake_of_the_reward_stops_it() -> None:
+    with pytest.raises(RewardError, match="group 7, member 2"):
+        rescore([RECORD], Judge(lambda _: "high"))  # type: ignore[arg-type, return-value]
+
+
+@pytest.mark.parametrize("key", NEEDED)
+def test_a_record_that_lacks_something_is_refused_by_name(key: str) -> None:
+    record = {name: value for name, value in RECORD.items() if name != key}
+    with pytest.raises(DataError, match=f"record 1 has no {key}"):
+        rescore([RECORD, record], Judge(right))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"stop": "bored"}, {"row": 3}, {"completion_tokens": ["x"]}, {"completion_tokens": 3}, {"messages": [3]}],
+)
+def test_a_record_that_holds_something_else_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match="record 0 is no rollout"):
+        rescore([{**RECORD, **wrong}], Judge(right))
+    with pytest.raises(DataError, match="must be an object: found a list"):
+        rescore([[]], Judge(right))  # type: ignore[list-item]
