@@ -235,6 +235,13 @@ def playing_of(
     rollout = config.rollout
     text = isinstance(task.train[0]["prompt"], str)
     template: Speech = PlainTemplate(tokenizer) if text else ChatTemplate(tokenizer, rewrites=rollout.rewrites)
+    offered = tools_of(task)
+    if offered and not (isinstance(template, ChatTemplate) and template.shows(offered)):
+        logging.getLogger(__name__).warning(
+            "nothing tells the model which tools the task %s has: %s. The prompt has to, unless the model knows",
+            task.name,
+            "its prompts are text" if text else "the chat template leaves them out",
+        )
     rules = Rules(
         sampling_of(tokenizer, rollout),
         config.seed,

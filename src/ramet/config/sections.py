@@ -53,7 +53,10 @@ class TaskConfig(Section):
     """What is asked, and how an answer is judged."""
 
     name: str = Field(
-        min_length=1, description='"sorting", "arithmetic", "reasoning-gym:DATASET", or "file": your own.'
+        min_length=1,
+        description='"sorting", "arithmetic", "countdown", "word_guessing", "calculator", "maths", '
+        '"reasoning-gym:DATASET", "textarena:GAME", "file" (prompts and a reward of your own), or "path.py:NAME" '
+        "(a task of your own).",
     )
     options: dict[str, Scalar | list[Scalar]] = Field(
         default_factory=dict, description="Passed to the task's builder, which refuses what it does not know."

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from ramet.errors import ConfigError
 from ramet.types import Episode, Message, Outcome, Sample
 
 Row: TypeAlias = Mapping[str, Any]
@@ -42,6 +43,9 @@ class Task:
     `tools` are typed functions (or `ramet.tools.Tool`s) that the model may call in a turn, each call answered by a
     message before it goes on; `begin` makes what an episode has of its own, which is closed once at the end where it
     has a `close` method. `player` plays the reference: it returns what the model should write next.
+
+    A turn that a limit cuts (its new tokens, the context) ends the episode, and there is no reply to it. Raises
+    `ConfigError` for a number of turns below 1 and for what is no function.
     """
 
     name: str
@@ -55,6 +59,22 @@ class Task:
     tools: Sequence[Any] = ()
     max_turns: int = 1
     player: Callable[[Episode], str] | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.max_turns, bool) or not isinstance(self.max_turns, int) or self.max_turns < 1:
+            raise ConfigError(
+                f"task {self.name}: max_turns must be a whole number from 1 on: found {self.max_turns!r}",
+                hint="a task of one turn has 1",
+            )
+        if isinstance(self.tools, str) or not isinstance(self.tools, Sequence):
+            raise ConfigError(
+                f"task {self.name}: tools must be a list of functions: found {type(self.tools).__name__}",
+                hint="put a single one into a list",
+            )
+        for field in ("score", "reply", "begin", "player", "answer"):
+            value = getattr(self, field)
+            if not callable(value) and (field == "score" or value is not None):
+                raise ConfigError(f"task {self.name}: {field} must be a function: found {type(value).__name__}")
 
 
 def rng_of(seed: int, prompt: int) -> random.Random:
