@@ -26,7 +26,7 @@ from ramet.rollouts import collect, judge_rollouts, samples_of
 from ramet.scoring import score
 from ramet.specs import Composite, Unbounded
 from ramet.tasks.judge import Judge
-from ramet.types import Completion, Key, Kind, Outcome, Request, Sampling, StopReason
+from ramet.types import Completion, Key, Kind, Outcome, Request, Sample, Sampling, StopReason
 
 EOS = 2
 P, S, E = Kind.PROMPT, Kind.SAMPLED, Kind.ENVIRONMENT
@@ -355,6 +355,26 @@ def test_outcomes_go_to_their_own_rollouts(played: tuple[Forest, Prompts], token
         "timed_out",
     ]
     assert judge_rollouts(forest, [], [], judge) == 0.0
+
+
+def test_a_rollout_that_its_policy_failed_to_complete_is_an_error_and_is_not_judged(
+    played: tuple[Forest, Prompts], tokenizer: PreTrainedTokenizerFast
+) -> None:
+    forest, prompts = played
+    before = forest.rollouts[1].stop
+    forest.rollouts[1].stop = StopReason.ERROR
+    asked: list[str] = []
+
+    def judging(sample: Sample) -> float:
+        asked.append(sample.completion)
+        return 1.0
+
+    order = [0, 1, 2]
+    assert judge_rollouts(forest, samples_of(forest, order, prompts, tokenizer), order, Judge(judging)) == 1 / 3
+    kinds = [rollout.outcome.kind.value if rollout.outcome else None for rollout in forest.rollouts[:3]]
+    assert kinds == ["scored", "environment_error", "scored"]
+    assert len(asked) == 2
+    forest.rollouts[1].stop = before
 
 
 def test_a_rollout_that_has_not_ended_or_has_no_data_row_is_refused(

@@ -19,7 +19,7 @@ from ramet.policies.policy import Policy, by_row
 from ramet.prompts import Prompts
 from ramet.tasks.judge import Judge
 from ramet.tasks.task import Task
-from ramet.types import Completion, Draw, Key, Kind, Request, Sample, Sampling, StopReason
+from ramet.types import Completion, Draw, Key, Kind, Outcome, Request, Sample, Sampling, StopReason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -251,8 +251,14 @@ def samples_of(
 
 
 def judge_rollouts(forest: Forest, samples: Sequence[Sample], rollouts: Sequence[int], judge: Judge) -> float:
-    """Write each rollout's outcome into the forest; return the fraction that failed (errors and time-outs)."""
-    outcomes = judge(samples)
+    """Write each rollout's outcome into the forest; return the fraction that failed (errors and time-outs).
+
+    A rollout that its policy failed to complete is an error, and nobody judges it.
+    """
+    ended = [sample for sample in samples if sample.stop is not StopReason.ERROR]
+    judged = iter(judge(ended))
+    failed_policy = Outcome.error("the policy gave no completion")
+    outcomes = [failed_policy if sample.stop is StopReason.ERROR else next(judged) for sample in samples]
     for number, outcome in zip(rollouts, outcomes, strict=True):
         forest.rollouts[number].outcome = outcome
     failed = sum(outcome.kind.failed for outcome in outcomes)

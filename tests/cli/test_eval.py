@@ -159,7 +159,42 @@ def test_the_tables_for_people(at: Path) -> None:
     assert lines[9].startswith("10 1 0.000")
     assert "a rollout passes with a score of 1 or more" in lines[-2]
     assert lines[-1] == "rollouts: runs/e/rollouts.jsonl"
-    assert done.stderr == "6 of 6 episodes, mean score 0.500\n"
+    assert done.stderr.splitlines() == [
+        "6 of 6 episodes, mean score 0.500",
+        "warning: held-out rows are training rows as well, and a model trained on them knows them",
+        "1 without a score: no judge",
+        "1 without a score: moody returned None",
+    ]
+
+
+def test_where_nothing_has_a_score_it_says_why_and_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken.py").write_text(
+        "from ramet import Task\n"
+        "def begin(row):\n    return {}\n"
+        "def refused():\n    raise ValueError('boom')\n"
+        "def reply(episode):\n    return 7\n"
+        "rows = [{'prompt': '1', 'answer': '1'}]\n"
+        "score = lambda sample: 1.0\n"
+        "begun = Task('begun', rows, rows, score, answer=lambda row: '1', begin=begin)\n"
+        "replied = Task('replied', rows, rows, score, player=lambda episode: '1', reply=reply, max_turns=2)\n"
+        "untyped = Task('untyped', rows, rows, score, player=lambda episode: '1', tools=[lambda x: x])\n"
+        "rowless = Task('rowless', rows, [7], score, answer=lambda row: '1')\n",
+        encoding="utf-8",
+    )
+    monkeypatch.chdir(tmp_path)
+    run = CliRunner()
+    failed = run.invoke(cli.main, ["eval", "broken.py:begun", "--policy", "reference", "--name", "a"])
+    assert failed.exit_code == 1
+    assert "1 without a score: begin: TypeError: begin() takes 1 positional argument" in failed.stderr
+    for name, code, words in [
+        ("replied", 1, "reply reply: expected text, a message"),
+        ("untyped", 2, "one of its tools is none"),
+        ("rowless", 2, "row 0 of the list of prompts"),
+        ("refused", 2, "calling refused failed with ValueError: boom"),
+    ]:
+        done = run.invoke(cli.main, ["eval", f"broken.py:{name}", "--policy", "reference", "--name", name])
+        assert done.exit_code == code, done.output
+        assert words in done.stderr
 
 
 # ---------------------------------------------------------------- what is kept

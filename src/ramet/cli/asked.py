@@ -8,7 +8,9 @@ from typing import Any, Literal, TypeAlias
 from ramet import toml
 from ramet.config import TaskConfig, TrainConfig, checked
 from ramet.errors import ConfigError, nearest
+from ramet.prompts import read_rows
 from ramet.tasks import Task, build_task
+from ramet.tools import Toolbox
 
 TASK_KEYS = ("task.options", "task.prompts", "task.held_out", "task.reward")
 Split: TypeAlias = Literal["held-out", "train"]
@@ -47,9 +49,17 @@ def read_settings(
 
 
 def task_of(config: TrainConfig) -> Task:
-    """Build the task that `config` names."""
+    """Build the task that `config` names; refuse tools and rows that are none."""
     assert config.task is not None
-    return task_with(config.task, config.seed)
+    task = task_with(config.task, config.seed)
+    try:
+        Toolbox(task.tools).close()
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"the task {task.name}: one of its tools is none: {error}") from error
+    for rows in (task.train, task.held_out):
+        if rows:
+            read_rows(rows)
+    return task
 
 
 def task_with(section: TaskConfig, seed: int) -> Task:

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from ramet.cli.players import Player, Who, player_of
 from ramet.cli.stage import Left
 from ramet.cli.tables import print_table, shown
 from ramet.config import TrainConfig
-from ramet.errors import ConfigError, RunExists
+from ramet.errors import ConfigError, DataError, RunExists
 from ramet.metrics import MetricsLog, finite
 from ramet.viewer.summary import number
 from ramet.viewer.text import visible
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
 TEMPERATURE = 1.0
 MAX_NEW_TOKENS = 512
+REASONS = 3
+"""How many reasons are told why rollouts have no score: the most frequent ones."""
 EVERY = 5.0
 """Seconds between two lines of progress."""
 
@@ -80,7 +83,7 @@ def run(
     runs: str,
     as_json: bool,
 ) -> int:
-    """Play, write down and sum up; return the exit code, 0 or 130."""
+    """Play, write down and sum up; return the exit code: 0, 1 where nothing has a score, or 130."""
     who.check()
     measure.check(who)
     given: dict[str, Any] = {"rollout": {"max_new_tokens": measure.max_new_tokens or MAX_NEW_TOKENS}}
@@ -103,12 +106,17 @@ def run(
     summary["seconds"] = time.monotonic() - began
     text = json.dumps(finite(summary, "summary"), indent=2)
     (folder / "summary.json").write_text(text + "\n", encoding="utf-8")
+    if measure.split == "held-out" and _shared(task):
+        click.echo("warning: held-out rows are training rows as well, and a model trained on them knows them", err=True)
+    for reason, count in summary["reasons"].items():
+        click.echo(visible(f"{count} without a score: {reason}"), err=True)
+    code = 0 if any(record["score"] is not None for record in records) else 1
     if as_json:
         click.echo(json.dumps(finite({**summary, "folder": str(folder)}, "summary")))
-        return 0
+        return code
     _show(task, who, measure, records, column, levels)
     click.echo(f"rollouts: {folder / 'rollouts.jsonl'}")
-    return 0
+    return code
 
 
 # ---------------------------------------------------------------- playing
@@ -239,6 +247,8 @@ def _summary(
     if who.stand is None:
         summary["temperature"] = _temperature(measure)
     summary.update(chance=task.chance, **whole.as_table())
+    reasons = Counter(record["reason"] or record["outcome"] for record in records if record["score"] is None)
+    summary["reasons"] = dict(reasons.most_common(REASONS))
     if column is not None:
         tables = {level: part.as_table() for level, part in parts.items()}
         summary["by"] = {"column": column, "levels": tables}
@@ -274,6 +284,17 @@ def _show(
     chance = "" if task.chance is None else f"; chance is {number(task.chance)}"
     click.echo(f"in brackets: 95% intervals, with the problems as the sample{chance}")
     click.echo(f"a rollout passes with a score of {measure.pass_at:g} or more; abstained and failed ones have no score")
+
+
+def _shared(task: Task) -> bool:
+    """Return whether rows of the task are in both halves."""
+    from ramet.prompts import refuse_shared
+
+    try:
+        refuse_shared(task.train, task.held_out)
+    except DataError:
+        return True
+    return False
 
 
 def _temperature(measure: Measure) -> float:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ramet.errors import RametError
 from ramet.types import Message
 
 
-class WrongReply(TypeError):
+class WrongReply(RametError, TypeError):
     """A `reply` returned what is no reply: a mistake in the program, which ends the run and not one rollout."""
 
 
@@ -29,7 +30,8 @@ def as_messages(value: Any, name: str) -> list[Message] | None:
     found = repr(value)
     raise WrongReply(
         f"reply {name}: expected text, a message ({{'role': ..., 'content': ...}}), a list of at least one, or None: "
-        f"found {found[:80]} of type {type(value).__name__}"
+        f"found {found[:80]} of type {type(value).__name__}",
+        hint="return text for a message of the user's, and None to end the episode",
     )
 
 

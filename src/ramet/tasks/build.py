@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ramet.errors import ConfigError, nearest
+from ramet.errors import ConfigError, RametError, nearest
 from ramet.tasks.arithmetic import arithmetic
 from ramet.tasks.calculator import calculator
 from ramet.tasks.countdown import countdown
@@ -103,7 +103,15 @@ def _named(name: str, options: Mapping[str, Any], seed: int) -> Task:
     missing = [key for key in taken if parameters[key].default is inspect.Parameter.empty and key not in given]
     if missing:
         raise ConfigError(f'the task "{name}" needs the option "{missing[0]}"', hint=f"set task.options.{missing[0]}")
-    made = found(**given)
+    try:
+        made = found(**given)
+    except RametError:
+        raise
+    except Exception as error:  # a function of the user's may raise anything
+        raise ConfigError(
+            f'the task "{name}": calling {name.rpartition(":")[2]} failed with {type(error).__name__}: {error}',
+            hint="--traceback shows where",
+        ) from error
     if not isinstance(made, Task):
         raise ConfigError(f'the task "{name}" must return a Task: found {type(made).__name__}')
     return made

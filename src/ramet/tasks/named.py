@@ -21,12 +21,13 @@ def load(name: str, what: str) -> Any:
     if not colon or not where or not function:
         raise ConfigError(
             f'a {what} is named "package.module:function" or "path/to/file.py:function": found "{name}"',
-            hint="add a colon and the name of the function",
+            hint="add a colon and the name of the function" + (f": {name}:NAME" if name.endswith(".py") else ""),
         )
     module = _run_file(Path(where), name, what) if where.endswith(".py") else _import(where, name, what)
     found = getattr(module, function, None)
     if found is None:
-        functions = [key for key, value in vars(module).items() if callable(value) and _made_in(value, module)]
+        public = {key: value for key, value in vars(module).items() if not key.startswith("_")}
+        functions = [key for key, value in public.items() if callable(value) and _made_in(value, module)]
         raise ConfigError(
             f'the {what} "{name}": {where} has no function "{function}"', hint=nearest(function, functions)
         )

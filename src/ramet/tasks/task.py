@@ -71,9 +71,9 @@ class Task:
                 f"task {self.name}: tools must be a list of functions: found {type(self.tools).__name__}",
                 hint="put a single one into a list",
             )
-        for field in ("score", "reply", "begin", "player", "answer"):
+        for field in ("reply", "begin", "player", "answer"):  # a `Judge` looks at the score
             value = getattr(self, field)
-            if not callable(value) and (field == "score" or value is not None):
+            if not callable(value) and value is not None:
                 raise ConfigError(f"task {self.name}: {field} must be a function: found {type(value).__name__}")
 
 
