@@ -14,12 +14,13 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 from ramet.checkpoint import newest_checkpoint
 from ramet.config import TrainConfig, parse
-from ramet.errors import ConfigError, ModelError
+from ramet.errors import ConfigError, ModelError, ServerError
 from ramet.metrics import read
 from ramet.models.tiny import tiny_llama, tiny_tokenizer
 from ramet.policies.server import ServerPolicy
 from ramet.policies.server.facts import ServerFacts
 from ramet.policies.transformers import TransformersPolicy
+from ramet.rollouts import Turns
 from ramet.tasks import Task
 from ramet.trainer import Trainer
 from ramet.types import Completion, Episode, Request, Sample
@@ -168,6 +169,34 @@ def test_the_settings_of_a_server_reach_it(tmp_path: Path, monkeypatch: pytest.M
 def test_staleness_wants_a_server_and_a_correction(tmp_path: Path, overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         config(tmp_path, *overrides)
+
+
+def test_a_server_that_takes_no_weights_costs_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The third step's weights are the trainer's by then: they are saved, and the run goes on from there."""
+    plain = StandIn.update
+
+    def breaks(self: StandIn, model: PreTrainedModel, *, version: int | None = None, **_: Any) -> None:
+        if version == 3:
+            raise ServerError("it is gone")
+        plain(self, model, version=version)
+
+    monkeypatch.setattr(StandIn, "update", breaks)
+    given = config(tmp_path, SERVER)
+    with pytest.raises(ServerError, match="gone"):
+        trainer(given).train()
+    assert newest_checkpoint(given.folder / "checkpoints").name == "step-000003"
+    monkeypatch.setattr(StandIn, "update", plain)
+    whole = trainer(config(tmp_path / "whole", SERVER)).train()
+    assert left(trainer(given, resume=True).train().folder) == left(whole.folder)
+
+
+def test_prompts_of_conversations_are_not_cut(tmp_path: Path) -> None:
+    """What is too long is refused or left out; a limit of the run's own holds for the conversation as well."""
+    with pytest.raises(ConfigError, match="a conversation begins with the whole of its prompt"):
+        trainer(config(tmp_path, "rollout.too_long=keep_end"))
+    made = trainer(config(tmp_path, "rollout.prompt_limit=7"))
+    assert isinstance(made.play, Turns)
+    assert made.play.rules.prompt_limit == 7
 
 
 def test_an_error_while_steps_are_sampled_ahead_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:

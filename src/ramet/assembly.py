@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import os
@@ -211,7 +212,8 @@ def refuse_text_alone(server: ServerPolicy) -> None:
 
 def tools_of(task: Task) -> tuple[Mapping[str, Any], ...]:
     """Return the JSON schemas of a task's tools."""
-    return tuple(Toolbox(task.tools).schemas) if task.tools else ()
+    with contextlib.closing(Toolbox(task.tools)) as toolbox:
+        return tuple(toolbox.schemas)
 
 
 def playing_of(
@@ -226,14 +228,21 @@ def playing_of(
 
     Behind a server every row goes its own way.
 
-    Raises `DataError` for prompts of messages where the tokenizer has no chat template.
+    Raises `DataError` for prompts of messages where the tokenizer has no chat template, and `ConfigError` where prompts
+    of conversations were to be cut.
     """
     if isinstance(policy, TransformersPolicy) and not of_turns(task):
         # The policy ends rows at every eos id; the environment knows one. No token is -1.
         env = LLMEnv(from_text=False, eos_token_id=min(policy.eos_ids, default=-1))
         return OneTurn(env, policy, tokenizer, judge)
     rollout = config.rollout
-    text = isinstance(task.train[0]["prompt"], str)
+    if rollout.too_long in ("keep_end", "keep_start"):
+        raise ConfigError(
+            f'rollout.too_long = "{rollout.too_long}" cuts prompts of tasks of one turn, in the process: a conversation'
+            " begins with the whole of its prompt",
+            hint='set it to "refuse" or "drop"',
+        )
+    text = all(isinstance(row["prompt"], str) for row in (*task.train, *task.held_out))
     template: Speech = PlainTemplate(tokenizer) if text else ChatTemplate(tokenizer, rewrites=rollout.rewrites)
     offered = tools_of(task)
     if offered and not (isinstance(template, ChatTemplate) and template.shows(offered)):
@@ -249,6 +258,7 @@ def playing_of(
         time_limit=rollout.episode_seconds,
         tool_seconds=rollout.tool_seconds,
         context=context_length(model),
+        prompt_limit=prompt_limit(model, rollout),
     )
     return Turns(task, policy, template, rules, judge)
 

@@ -221,6 +221,7 @@ class Trainer:
                     nonlocal state, saved
                     state, metrics = self._learn(state, played, reference, log, rollouts)
                     self._weights_moved = False  # since `state`: an interrupt before this line saves nothing
+                    self._sample_from(state.version)
                     self._watch(StepDone(state.step, metrics))
                     if self._checkpoint_is_due(state.step):
                         saved = self._save(folder, state)
@@ -319,7 +320,6 @@ class Trainer:
         logged = update(self.model, self.optimizer, forest, batch, config)
         self.optimizer.zero_grad(set_to_none=True)  # as large as the weights, and of no use to the next samples
         oldest = int(batch.sampled.versions.min()) if len(batch.sampled.versions) else state.version
-        self._sample_from(state.version + 1)
         seconds = time.monotonic() - self._step_began
         sampled = len(forest.sampled(range(len(forest.rollouts))).index)
         metrics = {

@@ -183,13 +183,16 @@ def test_where_nothing_has_a_score_it_says_why_and_fails(tmp_path: Path, monkeyp
     )
     monkeypatch.chdir(tmp_path)
     run = CliRunner()
+    unnamed = run.invoke(cli.main, ["eval", "broken.py", "--policy", "reference"])
+    assert unnamed.exit_code == 2
+    assert '":NAME" is missing: found the task "broken.py"' in unnamed.stderr
     failed = run.invoke(cli.main, ["eval", "broken.py:begun", "--policy", "reference", "--name", "a"])
     assert failed.exit_code == 1
     assert "1 without a score: begin: TypeError: begin() takes 1 positional argument" in failed.stderr
     for name, code, words in [
         ("replied", 1, "reply reply: expected text, a message"),
         ("untyped", 2, "one of its tools is none"),
-        ("rowless", 2, "row 0 of the list of prompts"),
+        ("rowless", 2, "row 0 of held_out must be a mapping: found int"),
         ("refused", 2, "calling refused failed with ValueError: boom"),
     ]:
         done = run.invoke(cli.main, ["eval", f"broken.py:{name}", "--policy", "reference", "--name", name])
@@ -407,6 +410,7 @@ def test_a_server_of_text_plays_and_a_row_that_it_fails_costs_that_row(at: Path,
 
 def test_a_server_that_is_down_says_so_before_anything_is_played(at: Path, url: str) -> None:
     done = evaluate("mine.py:members", "--server", "http://127.0.0.1:9", "--model", "m")
+    assert "hint: is a server there, and is the address of --server right?" in done.stderr
     assert done.exit_code == 1
     assert done.stderr.startswith("error: GET http://127.0.0.1:9/v1/models: ")
     assert not (at / "runs").exists()

@@ -146,3 +146,14 @@ def test_rollouts_of_an_older_version_say_what_they_lack(folder: Path) -> None:
     done = rescore(folder, "lenient")
     assert done.exit_code == 2
     assert done.stderr.startswith("error: record 0 has no row: it can not be judged again\nhint: ")
+
+
+def test_the_interval_of_scores_that_are_0_or_1_stays_between_them(folder: Path) -> None:
+    """By hand: the problems' means are 1, 1, 1 and 1/2, so 7/8, and Student's t would end at 1.27."""
+    right = [record("after", group, "4", 1.0) for group in (0, 0, 1, 1, 2, 2, 3)]
+    lines = [*right, record("after", 3, "5", 0.0)]
+    (folder / "rollouts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    [change] = json.loads(rescore(folder, "lenient", "--json").stdout)["rollouts"]
+    assert change["old"]["value"] == change["new"]["value"] == 7 / 8
+    assert change["old"]["high"] == change["new"]["high"] == 1.0
+    assert 0.0 < change["old"]["low"] < 7 / 8

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import pytest
@@ -371,6 +371,33 @@ def test_a_stop_is_part_of_what_was_said_where_it_is_text() -> None:
 
     [with_special] = played(task(), special, rules=dataclasses.replace(RULES, sampling=Sampling(8, stop_ids=(EOS,))))
     assert contents(with_special) == ["go ", "ab"]
+
+
+class _Made(Mapping[str, Any]):
+    """A row that makes its prompt anew each time it is asked for it."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def __getitem__(self, key: str) -> Any:
+        if key != "prompt":
+            raise KeyError(key)
+        return [{"role": "user", "content": str(self._number)}]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["prompt"])
+
+    def __len__(self) -> int:
+        return 1
+
+
+def test_each_episode_has_its_own_prompt_however_its_row_is_made() -> None:
+    async def answer(request: Request) -> Completion:
+        return saying(request, "a")
+
+    begun = [Start(_Made(number), number) for number in range(6)]
+    episodes = played(task(), answer, begun, template=CHAT)
+    assert [contents(episode)[0] for episode in episodes] == ["0", "1", "2", "3", "4", "5"]
 
 
 def test_an_empty_answer_and_an_empty_prompt_are_legal() -> None:

@@ -18,6 +18,7 @@ from ramet.models.tiny import tiny_tokenizer
 from ramet.policies.policy import by_row
 from ramet.policies.server import ServerPolicy
 from ramet.policies.server.facts import ServerFacts
+from ramet.policies.server.requests import text_body
 from ramet.policies.server.retries import Retries
 from ramet.types import Completion, Draw, Message, Request, Sampling, StopReason
 
@@ -213,6 +214,26 @@ def test_a_server_of_texts_says_so_once_and_serves_for_evaluation(texts: Scripte
     assert found.tokens.tolist() == tiny_tokenizer()("four", add_special_tokens=False)["input_ids"]
     assert found.log_probs.isnan().tolist() == [True] * len(found.tokens)
     assert (found.stop, found.version) == (StopReason.EOS, 0)
+
+
+def test_calls_go_to_a_server_of_texts_as_its_api_writes_them() -> None:
+    """Arguments as JSON text, and a call that could not be read without what was found wrong with it."""
+    read = {"type": "function", "id": "c1", "function": {"name": "add", "arguments": {"a": 1}}}
+    bad = {
+        "type": "function", "id": "c2", "function": {"name": "add", "arguments": {}}, "error": "no JSON", "text": "{",
+    }  # fmt: skip
+    turn: Message = {"role": "assistant", "content": None, "tool_calls": [read, bad]}
+    answer: Message = {"role": "tool", "name": "add", "content": "1", "tool_call_id": "c1"}
+    asked = Request(0, torch.tensor([1]), Sampling(8), Draw(0, 0, 0), (*QUESTION, turn, answer))
+    [*_, written, told] = text_body(MODEL, asked)["messages"]
+    assert written == {
+        "role": "assistant",
+        "tool_calls": [
+            {"type": "function", "id": "c1", "function": {"name": "add", "arguments": '{"a": 1}'}},
+            {"type": "function", "id": "c2", "function": {"name": "add", "arguments": "{}"}},
+        ],
+    }
+    assert told == answer
 
 
 def test_words_are_sent_to_a_server_of_texts(texts: ScriptedServer) -> None:

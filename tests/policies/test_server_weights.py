@@ -222,13 +222,14 @@ def test_prompts_that_are_still_remembered_fail_the_update(
     assert server.calls()[-1] == "/resume"
 
 
+@pytest.mark.parametrize("version", [0, 1])
 def test_a_server_that_was_started_anew_gets_its_weights_again(
-    server: FakeVLLM, policy: ServerPolicy, models: list[PreTrainedModel]
+    server: FakeVLLM, policy: ServerPolicy, models: list[PreTrainedModel], version: int
 ) -> None:
-    policy.update(models[1])
+    policy.update(models[1], version=version)  # 0: a run's first weights need not be those of the server
     server.start(models[0])  # with the weights that it is always started with
     found = rows(policy)
-    assert versions(found) == {1}
+    assert versions(found) == {version}
     assert all(is_of(models[1], one) for one in found)
     assert server.calls() == CALLS * 2
 

@@ -55,7 +55,10 @@ def task_of(config: TrainConfig) -> Task:
     try:
         Toolbox(task.tools).close()
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"the task {task.name}: one of its tools is none: {error}") from error
+        raise ConfigError(
+            f"the task {task.name}: one of its tools is none: {error}",
+            hint="a tool is a function with typed parameters and a docstring",
+        ) from error
     for rows in (task.train, task.held_out):
         if rows:
             read_rows(rows)
@@ -63,8 +66,8 @@ def task_of(config: TrainConfig) -> Task:
 
 
 def task_with(section: TaskConfig, seed: int) -> Task:
-    """Build the task of a section of the settings, with a seed of its own."""
-    return build_task(
+    """Build the task of a section of the settings, with a seed of its own; refuse rows that are no mappings."""
+    task = build_task(
         section.name,
         section.options,
         seed=seed,
@@ -72,6 +75,14 @@ def task_with(section: TaskConfig, seed: int) -> Task:
         held_out=section.held_out,
         reward=section.reward,
     )
+    for half, rows in (("train", task.train), ("held_out", task.held_out)):
+        for number, row in enumerate(rows):
+            if not isinstance(row, Mapping):
+                raise ConfigError(
+                    f"the task {task.name}: row {number} of {half} must be a mapping: found {type(row).__name__}",
+                    hint='write a row as {"prompt": "...", ...}',
+                )
+    return task
 
 
 def rows_of(task: Task, split: Split) -> Sequence[Mapping[str, Any]]:

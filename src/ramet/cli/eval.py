@@ -84,6 +84,8 @@ def run(
     as_json: bool,
 ) -> int:
     """Play, write down and sum up; return the exit code: 0, 1 where nothing has a score, or 130."""
+    from ramet.assembly import score_limit
+
     who.check()
     measure.check(who)
     given: dict[str, Any] = {"rollout": {"max_new_tokens": measure.max_new_tokens or MAX_NEW_TOKENS}}
@@ -98,7 +100,7 @@ def run(
         folder = _new_folder(Path(runs), name, task.name)
         (folder / "config.toml").write_text(_config_text(config, who, measure), encoding="utf-8")
         began = time.monotonic()
-        records = _play(player, rows, measure, folder, config.rollout.score_seconds)
+        records = _play(player, rows, measure, folder, score_limit(task, config.rollout))
     if records is None:
         return 130
     levels = {} if column is None else {group: level_of(row, column) for group, row in enumerate(rows)}

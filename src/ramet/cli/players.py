@@ -17,7 +17,7 @@ from ramet.cli.play import ROOM, read_line
 from ramet.cli.stage import HOW_TO, Stage
 from ramet.cli.train import quiet_libraries
 from ramet.config import TrainConfig
-from ramet.errors import ConfigError, ModelError
+from ramet.errors import ConfigError, ModelError, ServerError
 from ramet.types import Request, Sampling
 
 if TYPE_CHECKING:
@@ -177,7 +177,11 @@ def _server(who: Who, task: Task, config: TrainConfig, temperature: float) -> Pl
         opened.callback(policy.close)
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            facts = policy.check()
+            try:
+                facts = policy.check()
+            except ServerError as error:
+                error.hint = error.hint or "is a server there, and is the address of --server right?"
+                raise
         policy.retries = Retries()  # more patient, now that the server is known to be there
         if api == "auto":
             for warning in said:

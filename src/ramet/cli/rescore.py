@@ -94,7 +94,12 @@ def _mean(records: Iterable[Record]) -> Interval | None:
     for record in records:
         if record.get("score") is not None:
             scores.setdefault(record.get("group"), []).append(record["score"])
-    return clustered_mean(scores.values()) if scores else None
+    if not scores:
+        return None
+    mean = clustered_mean(scores.values())
+    if all(score in (0, 1) for own in scores.values() for score in own):  # several of a problem: Student's t, no bounds
+        return Interval(mean.value, max(mean.low, 0.0), min(mean.high, 1.0))
+    return mean
 
 
 def _as_table(change: Change) -> dict[str, Any]:

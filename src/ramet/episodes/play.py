@@ -62,8 +62,11 @@ class Stage:
     call: Calls
     left: Callable[[], object]
     ended: Callable[[Played], object]
-    openings: dict[int, Conversation] = field(default_factory=dict)
-    """Conversations as they begin, by the identity of the prompt: a group's members begin alike."""
+    openings: dict[int, tuple[object, Conversation]] = field(default_factory=dict)
+    """Prompts, by their identity, and conversations as they begin: a group's members begin alike.
+
+    The prompt is kept with it, so that no other object takes its identity.
+    """
 
     @property
     def max_turns(self) -> int:
@@ -207,7 +210,7 @@ class _OneEpisode:
         """Begin the conversation; text goes on as text, for no template of a chat has a place for it."""
         prompt, openings = self._start.row.get("prompt"), self._stage.openings
         if id(prompt) in openings:
-            return openings[id(prompt)].copy()
+            return openings[id(prompt)][1].copy()
         template = self._stage.template
         if isinstance(prompt, str):
             template = self._stage.text_template
@@ -217,8 +220,9 @@ class _OneEpisode:
         else:
             raise DataError(f'expected text or messages as the "prompt" of the row: found {type(prompt).__name__}')
         schemas = () if self._stage.toolbox is None else self._stage.toolbox.schemas
-        openings[id(prompt)] = Conversation(template, messages, schemas)
-        return openings[id(prompt)].copy()
+        opened = Conversation(template, messages, schemas)
+        openings[id(prompt)] = prompt, opened
+        return opened.copy()
 
     def _over_a_limit(self, talk: Conversation, turn: int) -> StopReason | None:
         rules, length = self._stage.rules, len(talk.piece.tokens)

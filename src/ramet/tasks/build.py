@@ -79,6 +79,10 @@ def build_task(
         return builder(dataset, seed=seed, options=options, **own)
     if colon and _NAMED.fullmatch(name):
         return _named(name, options, seed)
+    if name.endswith(".py"):
+        raise ConfigError(
+            f'":NAME" is missing: found the task "{name}"', hint=f"{name}:NAME, a Task or what returns one"
+        )
     raise ConfigError(f'no task is called "{name}"', hint=nearest(name, KNOWN))
 
 

@@ -279,7 +279,7 @@ class ServerPolicy(Policy):
                     self._warn(f"{self._http.url} has weights that another run put there, called {facts.label!r}")
                 try:
                     found = await self._exchange(facts, request)
-                    if self.version and self._weights.label is not None:
+                    if self._weights.label is not None:
                         await self._confirm(self._weights.label)
                     return found
                 except TransientError:

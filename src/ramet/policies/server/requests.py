@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -75,8 +76,22 @@ def text_body(model: str, request: Request) -> dict[str, Any]:
 
 
 def _plain(message: Message) -> dict[str, Any]:
-    """Return a message as JSON holds it."""
-    return {name: value for name, value in message.items() if value is not None}
+    """Return a message as the chat API takes it: the arguments of calls as JSON text, and nothing else in a call."""
+    plain = {name: value for name, value in message.items() if value is not None}
+    if plain.get("tool_calls"):
+        plain["tool_calls"] = [_call(call) for call in plain["tool_calls"]]
+    return plain
+
+
+def _call(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call.get("function", {})
+    arguments = function.get("arguments", {})
+    written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {
+        "id": call.get("id", ""),
+        "type": "function",
+        "function": {"name": function.get("name", ""), "arguments": written},
+    }
 
 
 def refuse_tokens(request: Request) -> None:
