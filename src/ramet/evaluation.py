@@ -103,7 +103,7 @@ def evaluate(
             raise TooManyFailures(
                 f"evaluation ({when}, step {step}, {decoding}): {failed:.0%} of the rollouts failed, and "
                 f"max_failed_fraction allows {max_failed_fraction:.0%}; the first says: {first_failure(forest)}",
-                hint=f"mend the reward {play.judge.name}, or allow more failures",
+                hint=f"mend what it names (the reward is {play.judge.name}), or allow more failures",
             )
         records += [{**r, "decoding": decoding} for r in rollout_records(forest, samples, when=when, step=step)]
     return Evaluation.from_records(records)

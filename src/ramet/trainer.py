@@ -311,7 +311,8 @@ class Trainer:
             raise TooManyFailures(
                 f"step {step}: {failed:.0%} of the rollouts failed, and rollout.max_failed_fraction allows "
                 f"{config.rollout.max_failed_fraction:.0%}; the first says: {first_failure(forest)}",
-                hint=f"mend the reward {self.judge.name} and go on with resume, or raise rollout.max_failed_fraction",
+                hint=f"mend what it names (the reward is {self.judge.name}) and go on with resume, or raise "
+                "rollout.max_failed_fraction",
             )
         batch = prepare(self.model, reference, forest, config, step=step)
         # Written before a weight moves: what fails after this loses no rollout.

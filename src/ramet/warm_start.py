@@ -122,9 +122,9 @@ def _answers_of(task: Task, tokenizer: PreTrainedTokenizerBase, lessons: Prompts
 
 def _turns_of(play: Turns, lessons: Prompts) -> Teach:
     """Return a teacher that plays whole episodes, with the environment's replies and the tools as they are."""
-    teacher = ReferencePolicy(play.task, play.template.tokenizer)
 
     def teach(td: TensorDict) -> Forest:
+        teacher = ReferencePolicy(play.task, play.template.tokenizer)  # it keeps the episodes that it has played
         starts = [
             replace(start, row=teacher.row_of(start.row, group=start.group, member=start.member))
             for start in starts_of(td, lessons.rows)
