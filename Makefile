@@ -32,7 +32,6 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/learning.py
 	$(BIN)/python benchmarks/learning.py calculator --seeds 0
 	$(BIN)/python benchmarks/environments.py
-	$(BIN)/python benchmarks/chat_env.py
 	$(BIN)/python benchmarks/episodes.py
 	$(BIN)/python benchmarks/concurrency.py
 	$(BIN)/python -m benchmarks.templates

@@ -1,7 +1,7 @@
 """Environments beside TorchRL's: the same work on both sides in one run, in milliseconds, with the targets.
 
-    python benchmarks/environments.py                      # all parts, under four minutes
-    python benchmarks/environments.py --quick              # under one
+    python benchmarks/environments.py                      # all parts, some minutes
+    python benchmarks/environments.py --quick              # under two
     python benchmarks/environments.py --only tokens text --json figures.json
 
 TorchRL runs in an interpreter of its own, in `benchmarks/.peers`, made on the first use from the versions of
@@ -13,6 +13,16 @@ round; a ratio is their time by ours. Inputs are made outside the clock, and eac
 `primer` is the way of TorchRL's documentation: `LLMEnv.from_dataloader`, whose states are lazy stacks of rows there.
 `given` is a TensorDict that is passed to `reset`: there TorchRL keeps dense tensors as they are, and steps them without
 looking at rows, so there is nothing to win but not to lose either. The targets are for the documented way.
+
+`chat` and `turns` are `ChatEnv` on both sides, with one template and tokenizer. Prompts are of one length, for
+TorchRL's tokens take no others, and answers are made outside the clock. What is done, in each mode:
+
+- A reset makes messages, and renders them ("text"), and tokenises that ("tokens"), on both sides.
+- TorchRL's policy joins prompt and answer, and its step takes what that made as the next prompt: messages, strings, or
+  one tensor, without messages in "text" and "tokens". "joined" has the joining on the clock as well.
+- Our step is given the answer and appends it, to the messages in each mode; strings are joined when they are read.
+
+No conversation ends. The targets are for the steps that are not "joined", in which TorchRL does less.
 """
 
 from __future__ import annotations
@@ -64,11 +74,14 @@ class Plan:
     text_batches: tuple[int, ...]
     reads: tuple[bool, ...]  # whether strings are read
     other_batches: tuple[int, ...]  # of the layouts that are not compared
+    chat_batches: tuple[int, ...]
 
 
 BATCHES = (1, 8, 64, 256, 1024)
-FULL = Plan(5, 3, 0.02, BATCHES, (False, True), BATCHES)
-QUICK = Plan(2, 1, 0.005, (256,), (False,), (256,))
+CHAT_MODES = ("history", "text", "tokens")
+CHAT_TURNS = (2, 8, 32, 128)
+FULL = Plan(5, 3, 0.02, BATCHES, (False, True), BATCHES, BATCHES[:-1])
+QUICK = Plan(2, 1, 0.005, (256,), (False,), (256,), (256,))
 
 
 class Sides:
@@ -213,11 +226,59 @@ def loader(sides: Sides) -> Iterator[Line]:
         yield replace(line, note=line.note or f"rows a second: {', '.join(rates)}")
 
 
+def chat(sides: Sides) -> Iterator[Line]:
+    """Reset, step, step and reset of conversations, in each mode; and steps with what the peer's policy does."""
+    for batch in sides.plan.chat_batches:
+        rounds = sides.plan.long_rounds if batch == 256 else None
+        for mode in CHAT_MODES:
+            for call in ("reset", "step", "step_and_maybe_reset"):
+                options = {"call": call, "mode": mode, "batch": batch}
+                target = 100.0 if batch == 256 and call != "reset" else None
+                asks: dict[str, Ask] = {side: (side, "chat", options) for side in ("ours", "peer")}
+                answers = sides.ask(asks, rounds)
+                yield compared("chat", f"{call}, {mode}", batch, answers, target)
+                if call != "reset":
+                    joined = sides.ask({"peer": ("peer", "chat", {**options, "joined": True})}, rounds)
+                    pair = {"ours": answers["ours"], **joined}
+                    yield compared("chat", f"{call}, {mode}, joined", batch, pair, None)
+
+
+def turns(sides: Sides) -> Iterator[Line]:
+    """Mean cost of a turn in conversations of more and more turns, against that in one of 2; with a task as well."""
+    for mode in CHAT_MODES:
+        options = {"mode": mode, "batch": 32}
+        peers = CHAT_TURNS[:-1] if mode == "history" else CHAT_TURNS  # 128 of those turns take minutes
+        yield _turns(sides, "ours", CHAT_TURNS, mode, ("chat", {**options, "call": "step"}))
+        yield _turns(sides, "ours", CHAT_TURNS, f"{mode}, with a task", ("chat_task", options))
+        yield _turns(sides, "peer", peers, mode, ("chat", {**options, "call": "step"}))
+
+
+def _turns(sides: Sides, side: str, counts: tuple[int, ...], what: str, work: tuple[str, dict[str, Any]]) -> Line:
+    asks: dict[str, Ask] = {str(count): (side, work[0], {**work[1], "count": count}) for count in counts}
+    answers = sides.ask(asks, sides.plan.long_rounds)
+    line = Line("turns", f"step, {what}, {'ours' if side == 'ours' else 'TorchRL'}", 32, note=failure(answers))
+    if line.note:
+        return line
+    means = {count: middle(found) for count, found in answers.items()}
+    first, *_, last = means.values()
+    note = ", ".join(f"{ms:.3f} ms in {count} turns" for count, ms in means.items())
+    ours, peer = (last, None) if side == "ours" else (None, last)
+    return judge(replace(line, ours=ours, peer=peer, value=last / first, note=note), 1.5, side == "ours")
+
+
 def _both(line: Line) -> list[tuple[str, float | None]]:
     return [("ours", line.ours), ("TorchRL", line.peer)]
 
 
-PARTS = {"tokens": tokens, "text": text, "growth": growth, "hashing": hashing, "loader": loader}
+PARTS = {
+    "tokens": tokens,
+    "text": text,
+    "growth": growth,
+    "hashing": hashing,
+    "loader": loader,
+    "chat": chat,
+    "turns": turns,
+}
 
 # ---------------------------------------------------------------- comparing
 

@@ -115,3 +115,11 @@ def test_a_stop_that_no_text_can_hold_is_refused(stop: str) -> None:
 def test_a_stop_that_the_tokenizer_would_write_otherwise_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"'STOP' is 3 tokens .* no text holds it"):
         sampling_of(words(), config("rollout.stop=['STOP']").rollout)
+
+
+def test_a_chat_template_is_for_a_tokenizer_that_is_loaded_by_name() -> None:
+    settings = config("model={name='tiny-llama', chat_template='x.jinja'}")
+    with pytest.raises(ConfigError, match=r"model\.chat_template is for a tokenizer that is loaded by name"):
+        model_of("tiny-llama", TOKENIZER, settings)
+    with pytest.raises(ConfigError, match=r"model\.chat_template is for loading a model by name"):
+        model_of(model(), TOKENIZER, settings)

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from ramet.chat import ChatTemplate
 from ramet.envs.llm import LLMEnv
-from ramet.episodes import Rules, Start
+from ramet.episodes import Played, Rules, Start, play_episodes
 from ramet.errors import ModelError, TooManyFailures
-from ramet.evaluation import Evaluation, difference, evaluate, play_each, record_of, rollout_records, tally
+from ramet.evaluation import Evaluation, difference, evaluate, record_of, rollout_records, tally
 from ramet.forest import Forest
 from ramet.metrics import Interval, MetricsLog, clustered_mean, paired_difference, read, wilson
 from ramet.models.tiny import tiny_llama, tiny_tokenizer
@@ -281,9 +281,19 @@ def play_with(
     tokenizer = script_tokenizer()
     starts = [Start(row, group, member, group) for group, row in enumerate(task.train) for member in range(members)]
     rules = Rules(Sampling(200), seed=0)
-    template = ChatTemplate(tokenizer)
-    play_each(
-        task, PersonPolicy(ask, tokenizer), starts, Judge(task.score), template=template, rules=rules, ended=ended
+
+    def tell(played: Played) -> None:
+        assert played.outcome is not None
+        ended(played.sample, played.outcome)
+
+    play_episodes(
+        task,
+        PersonPolicy(ask, tokenizer),
+        starts,
+        template=ChatTemplate(tokenizer),
+        rules=rules,
+        judge=Judge(task.score),
+        ended=tell,
     )
 
 
@@ -360,7 +370,7 @@ def test_a_record_of_several_turns_holds_the_conversation_with_its_calls_and_all
     [record] = read(tmp_path / "rollouts.jsonl")
     assert (record["prompt"], record["completion"], record["stop"]) == (prompt, "6", "eos")
     assert (record["score"], record["rewards"]) == (1.5, {"right": 1.0, "long": 0.5})
-    assert record["row"] == {"answer": "6"}  # a set is nothing that JSON holds
+    assert (record["row"], record["row_kinds"]) == ({"answer": "6", "not": [1, 2]}, [[["not"], "set"]])
     roles = [message["role"] for message in record["messages"]]
     assert roles == ["user", "assistant", "tool", "assistant"]
     [call] = record["messages"][1]["tool_calls"]

@@ -81,6 +81,7 @@ NAMES = [
     "compact",
     "format_reward",
     "in_file",
+    "in_processes",
     "length_reward",
     "pad",
     "python_tool",

@@ -167,6 +167,25 @@ def test_unbiased_gradient_of_k3_by_hand() -> None:
     torch.testing.assert_close(torch.autograd.grad(loss.sum(), policy)[0], expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_a_sequence_cut_over_calls_has_the_gradient_of_the_whole(estimator: Estimator) -> None:
+    """Its end first: the sum of what those calls returned is what follows. Bit for bit, exact binary fractions."""
+    reference = torch.zeros(4, dtype=torch.float64)
+    policy = torch.tensor([-0.5, 0.25, -1.0, 2.0], dtype=torch.float64).requires_grad_()
+    one = torch.zeros(4, dtype=torch.int64)
+    whole = kl_in_loss(policy, reference, estimator, unbiased=True, sequences=one)
+    end = kl_in_loss(policy[2:], reference[2:], estimator, unbiased=True, sequences=one[2:])
+    later = torch.full((2,), float(end.detach().sum()), dtype=torch.float64)
+    front = kl_in_loss(policy[:2], reference[:2], estimator, unbiased=True, sequences=one[:2], later=later)
+    assert torch.equal(torch.cat([front, end]), whole)
+    found, wanted = (torch.autograd.grad(loss.sum(), policy)[0] for loss in (torch.cat([front, end]), whole))
+    torch.testing.assert_close(found, wanted, rtol=1e-15, atol=0.0)
+    alone = kl_in_loss(policy[:2], reference[:2], estimator, unbiased=True, sequences=one[:2])
+    assert not torch.allclose(torch.autograd.grad(alone.sum(), policy)[0][:2], wanted[:2])
+    with pytest.raises(ForestError, match=r"later must have the shape of the log-probs \[2\]: found \[1\]"):
+        kl_in_loss(policy[:2], reference[:2], estimator, unbiased=True, sequences=one[:2], later=later[:1])
+
+
 def test_weights_multiply_value_and_gradient_and_get_none() -> None:
     """Biased k2 at r = 3 with weight 0.5: value 0.5 * 4.5, slope 0.5 * 3."""
     policy, weights = torch.tensor([3.0], requires_grad=True), torch.tensor([0.5], requires_grad=True)

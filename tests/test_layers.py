@@ -14,7 +14,9 @@ SRC = Path(__file__).resolve().parents[1] / "src"
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("types",),
     ("errors",),
-    ("specs", "ragged", "toml", "kl", "advantages", "metrics", "events", "interrupts"),
+    ("specs", "ragged", "toml", "kl", "advantages", "metrics", "events", "interrupts", "http"),
+    # How things run at once: it knows nothing of what runs.
+    ("concurrency",),
     # A loss may hold a divergence.
     ("losses",),
     ("forest",),
@@ -28,11 +30,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("envs",),
     ("policies",),
     ("episodes",),
-    ("rollouts",),
+    ("rollouts", "checking"),
     # What a run is made of, and then the loop that uses it.
     ("config",),
     ("assembly", "checkpoint", "evaluation", "learner"),
-    ("warm_start",),
+    ("warm_start", "run_folder"),
     ("trainer",),
     # Side roads: they may use all of the flow, and nothing of the flow may use them.
     ("search", "adapters", "recipes", "viewer"),

@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 from ramet.checkpoint import newest_checkpoint
 from ramet.config import TrainConfig, parse
-from ramet.errors import ConfigError, ModelError, ServerError
+from ramet.errors import ConfigError, ModelError, ServerError, ServerGone, TooManyFailures
 from ramet.metrics import read
 from ramet.models.tiny import tiny_llama, tiny_tokenizer
 from ramet.policies.server import ServerPolicy
@@ -147,12 +147,16 @@ def test_the_settings_of_a_server_reach_it(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("A_KEY", "secret")
     given = config(
         tmp_path, SERVER, "server.concurrency=3", "server.timeout_seconds=2.5", "server.retries=1",
+        "server.outage_seconds=7.5",
         f"server.weights_folder='{tmp_path}'", "server.key_variable=A_KEY",
     )  # fmt: skip
     trainer(given)
-    found = {key: asked[key] for key in ("url", "model", "concurrency", "timeout", "api_key", "weights_folder")}
+    found = {
+        key: asked[key] for key in ("url", "model", "concurrency", "timeout", "outage", "api_key", "weights_folder")
+    }
     assert found == {
-        "url": URL, "model": "tiny", "concurrency": 3, "timeout": 2.5, "api_key": "secret", "weights_folder": tmp_path,
+        "url": URL, "model": "tiny", "concurrency": 3, "timeout": 2.5, "outage": 7.5, "api_key": "secret",
+        "weights_folder": tmp_path,
     }  # fmt: skip
     assert asked["retries"].count == 1
     with pytest.raises(ConfigError, match="names NO_KEY, and there is no such"):
@@ -188,6 +192,57 @@ def test_a_server_that_takes_no_weights_costs_no_step(tmp_path: Path, monkeypatc
     monkeypatch.setattr(StandIn, "update", plain)
     whole = trainer(config(tmp_path / "whole", SERVER)).train()
     assert left(trainer(given, resume=True).train().folder) == left(whole.folder)
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_server_that_stays_away_ends_the_run_with_a_checkpoint_and_costs_no_rollout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staleness: int
+) -> None:
+    """In the process nobody waits: the error is the one that comes when the waiting is over."""
+    plain = StandIn.answer
+
+    async def away(self: StandIn, request: Request) -> Completion:
+        if self.version == 2:
+            raise ServerGone("the server has been away for 600 s")
+        return await plain(self, request)
+
+    monkeypatch.setattr(StandIn, "answer", away)
+    given = config(tmp_path, SERVER, f"rollout.staleness={staleness}", "rollout.max_failed_fraction=0.0")
+    with pytest.raises(ServerGone, match="away for 600 s"):
+        trainer(given).train()
+    done = int(newest_checkpoint(given.folder / "checkpoints").name.removeprefix("step-"))
+    assert 2 <= done <= 2 + staleness
+    monkeypatch.setattr(StandIn, "answer", plain)
+    went_on = trainer(given, resume=True).train()
+    records = [one for one in read(went_on.folder / "rollouts.jsonl") if one["when"] == "train"]
+    assert [one["step"] for one in records] == [step for step in (1, 2, 3, 4) for _ in range(6)]
+    assert {one["outcome"] for one in records} == {"scored"}
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_rollouts_that_ran_out_of_time_in_an_outage_are_all_that_it_costs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staleness: int
+) -> None:
+    """More of them than max_failed_fraction allows; where the server was there, they end the run."""
+    plain = StandIn.answer
+
+    async def away(self: StandIn, request: Request) -> Completion:
+        if request.draw.prompt in (2, 3):  # the groups of the second step
+            if noted:
+                self._outage.count = 1
+            raise TimeoutError  # as if its time were over
+        return await plain(self, request)
+
+    monkeypatch.setattr(StandIn, "answer", away)
+    limits = ["rollout.max_failed_fraction=0.2", f"rollout.staleness={staleness}"]
+    noted = True
+    run = trainer(config(tmp_path / "there", SERVER, *limits)).train()
+    records = [one for one in read(run.folder / "rollouts.jsonl") if one["when"] == "train"]
+    found = {step: {one["outcome"] for one in records if one["step"] == step} for step in (1, 2, 3, 4)}
+    assert found == {1: {"scored"}, 2: {"timed_out"}, 3: {"scored"}, 4: {"scored"}}
+    noted = False
+    with pytest.raises(TooManyFailures, match="step 2: 100% of the rollouts failed"):
+        trainer(config(tmp_path / "not", SERVER, *limits)).train()
 
 
 def test_prompts_of_conversations_are_not_cut(tmp_path: Path) -> None:

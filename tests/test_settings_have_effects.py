@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from ramet.checkpoint import checkpoints
 from ramet.config import TrainConfig, parse, settings
-from ramet.errors import ConfigError, PromptTooLong, TooManyFailures
+from ramet.errors import ConfigError, DataError, PromptTooLong, TooManyFailures
 from ramet.events import Event, WarmStartStep
 from ramet.metrics import read
 from ramet.models.tiny import CHARACTERS, tiny_llama, tiny_tokenizer
@@ -494,6 +494,30 @@ def test_a_pretrained_model_is_asked_for_as_the_settings_say(tmp_path: Path, mon
     ]
 
 
+@shows("model.chat_template")
+def test_messages_are_written_by_the_chat_template_of_a_file_which_the_run_keeps(tmp_path: Path) -> None:
+    """A run goes on by its own copy, whatever has become of the file, and its checkpoints have it too."""
+    template = tmp_path / "mine.jinja"
+    template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}=", encoding="utf-8")
+    row = {"prompt": [{"role": "user", "content": "3"}]}
+    (tmp_path / "train.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
+    (tmp_path / "judge.py").write_text("def reward(sample):\n    return 0.25\n", encoding="utf-8")
+    files = f"prompts='{tmp_path}/train.jsonl', reward='{tmp_path}/judge.py:reward'"
+    task = f"task={{name='file', {files}}}"
+    with pytest.raises(DataError, match="no chat template"):
+        Trainer.from_config(recipe(tmp_path, task))
+    given = [task, f"model.chat_template='{template}'", "rollout.prompts_per_step=1"]
+    run = Trainer.from_config(recipe(tmp_path, *given))
+    assert run.tokenizer.decode(run.prompts.batch(0, 1)["tokens"][0]) == "3="
+    folder = run.train().folder
+    template.unlink()
+    again = Trainer.from_config(recipe(tmp_path, *given, "steps=2"), resume=True)
+    assert again.tokenizer.chat_template == run.tokenizer.chat_template
+    assert again.train().folder == folder
+    [checkpoint] = checkpoints(folder / "checkpoints")
+    assert AutoTokenizer.from_pretrained(checkpoint).chat_template == run.tokenizer.chat_template
+
+
 @shows("model.options", "task.name", "task.options")
 def test_the_options_of_model_and_task_reach_their_builders(tmp_path: Path) -> None:
     made = Trainer.from_config(
@@ -675,7 +699,7 @@ def test_a_warm_start_does_what_its_settings_say(
 # ---------------------------------------------------------------- a server
 
 # Shown in test_server_runs.py, where a stand-in for a server is.
-SHOWN.update(f"server.{key}" for key in ("url", "model", "concurrency", "timeout_seconds", "retries"))
+SHOWN.update(f"server.{key}" for key in ("url", "model", "concurrency", "timeout_seconds", "retries", "outage_seconds"))
 SHOWN.update(("server.weights_folder", "server.key_variable", "rollout.staleness"))
 
 

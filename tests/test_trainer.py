@@ -313,11 +313,23 @@ def test_the_tokenizers_eos_ends_a_completion_as_the_models_does(tmp_path: Path)
 
 
 def test_a_finished_run_can_be_made_longer(tmp_path: Path) -> None:
-    """Its evaluation at the old end counts no more; the one that stands there in a longer run is made up for."""
+    """Its evaluation at the old end is kept, rollouts and all, in the place of the one that a longer run has there."""
     trainer(config(tmp_path / "long", "steps=4")).train()
     trainer(config(tmp_path / "short", "steps=2")).train()
+    folder = tmp_path / "short" / "run"
+    old = [line for line in read(folder / "rollouts.jsonl") if line["when"] == "after"]
     trainer(config(tmp_path / "short", "steps=4"), resume=True).train()
-    assert_same(what_a_run_left(tmp_path / "short" / "run"), what_a_run_left(tmp_path / "long" / "run"))
+    found, expected = what_a_run_left(folder), what_a_run_left(tmp_path / "long" / "run")
+    [between] = [line for line in expected["metrics"] if line.get("when") == "during"]
+    assert found.pop("metrics") == [
+        {**line, "when": "after"} if line == between else line for line in expected.pop("metrics")
+    ]
+    del found["rollouts"], expected["rollouts"]
+    assert_same(found, expected)
+    rollouts = read(folder / "rollouts.jsonl")
+    assert len(old) == 2 * len(HELD_OUT)
+    assert [line for line in rollouts if (line["when"], line["step"]) == ("after", 2)] == old
+    assert [line for line in rollouts if line not in old] == read(tmp_path / "long" / "run" / "rollouts.jsonl")
 
 
 def from_recipe(runs: Path, *overrides: str) -> TrainConfig:
@@ -714,6 +726,27 @@ def test_a_rollout_that_the_reward_abstains_from_is_counted_and_not_trained_on(t
     assert {(record["outcome"], record["score"], record["advantage"]) for record in records} == {
         ("abstained", None, 0.0)
     }
+
+
+@pytest.mark.parametrize(
+    ("reward", "said"),
+    [
+        (lambda sample: None, "(no rollout has a score, 100% abstained, 0% failed)"),
+        (lambda sample: 0.5, "(mean reward 0.500, 0% abstained, 0% failed)"),
+    ],
+)
+def test_a_run_that_learns_nothing_says_so_once(
+    reward: Any, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    result = Trainer(model(), PROMPTS, reward, tokenizer=TOKENIZER, config=config(tmp_path, "steps=3")).train()
+    [record] = caplog.records
+    assert record.name == "ramet.trainer"
+    assert record.getMessage().startswith("step 1 teaches nothing: ")
+    assert said in record.getMessage()
+    assert [line["flat_groups"] for line in read(result.folder / "metrics.jsonl")] == [1.0] * 3
+    caplog.clear()
+    trainer(config(tmp_path / "other", "steps=3")).train()
+    assert caplog.records == []
 
 
 def test_prompts_a_model_and_a_reward_take_no_more_than_fifteen_lines(

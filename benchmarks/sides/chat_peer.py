@@ -1,33 +1,27 @@
-"""The peer's side: TorchRL, in an interpreter of its own. Started by `benchmarks/chat_env.py`.
+"""Conversations on the peer's side: see `peer.py`.
 
-Its environment takes the whole conversation from the policy, which is put together outside the clock.
+Its environment takes the whole conversation from the policy, which is put together outside the clock, or on it.
 """
 
 from __future__ import annotations
 
-import os
-import warnings
 from collections.abc import Callable
-from importlib.metadata import version
 from typing import Any
-
-os.environ.setdefault("RL_LOGGING_LEVEL", "ERROR")
 
 import torch
 from chat_work import ANSWER, SYSTEM, queries, tokenizer, turns
-from tensordict import set_list_to_stack
 from torchrl.data.llm import History
 from torchrl.envs.llm import ChatEnv
-from work import Loop, nothing, resets, serve
+from work import Loop, nothing, resets
 
 
-def chat(call: str, mode: Any, batch: int, count: int = 4) -> Loop:
-    """Reset, step, or step and reset."""
+def chat(call: str, mode: Any, batch: int, count: int = 4, joined: bool = False) -> Loop:
+    """Reset, step, or step and reset; `joined` puts the conversation together on the clock."""
     env = ChatEnv(input_mode=mode, batch_size=(batch,), tokenizer=tokenizer(), system_prompt=SYSTEM)
     given = queries(batch)
     if call == "reset":
         return resets(env, given.copy, nothing)
-    return turns(env, lambda: env.reset(given.copy()), _policy(mode, batch), count, call)
+    return turns(env, lambda: env.reset(given.copy()), _policy(mode, batch), count, call, joined)
 
 
 def _policy(mode: str, batch: int) -> Callable[[Any], Any]:
@@ -45,10 +39,3 @@ def _policy(mode: str, batch: int) -> Callable[[Any], Any]:
         return td
 
     return act
-
-
-if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    set_list_to_stack(True).set()
-    names = ("torchrl", "tensordict", "torch", "transformers")
-    serve({"chat": chat}, {name: version(name) for name in names})

@@ -1,4 +1,4 @@
-"""What both sides of `benchmarks/chat_env.py` share: prompts, template, and the turns of an episode as a loop."""
+"""What both sides share of conversations: prompts, template, and the turns of an episode as a loop."""
 
 from __future__ import annotations
 
@@ -28,8 +28,13 @@ def queries(batch: int) -> TensorDict:
     return TensorDict({"query": [f"Question {row:04d}: which of them?" for row in range(batch)]}, [batch])
 
 
-def turns(env: Any, start: Callable[[], Any], act: Callable[[Any], Any], count: int, call: str) -> Loop:
-    """Time `count` turns after each reset, by `env.step` or `env.step_and_maybe_reset`; `act` is outside the clock."""
+def turns(
+    env: Any, start: Callable[[], Any], act: Callable[[Any], Any], count: int, call: str, joined: bool = False
+) -> Loop:
+    """Time `count` turns after each reset, by `env.step` or `env.step_and_maybe_reset`.
+
+    `act` is outside the clock, unless `joined`.
+    """
     state: list[Any] = []
     seen: list[None] = []
 
@@ -39,9 +44,10 @@ def turns(env: Any, start: Callable[[], Any], act: Callable[[Any], Any], count: 
         elif call == "step":
             state[:] = [env.step_mdp(state[0])]
         seen.append(None)
-        return act(state[0])
+        return state[0] if joined else act(state[0])
 
     def run(td: Any) -> Any:
+        td = act(td) if joined else td
         if call == "step":
             stepped = env.step(td)
             state[:] = [stepped]

@@ -8,6 +8,7 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
+from chat_ours import chat, chat_task
 from tensordict import NonTensorStack, TensorDict, lazy_stack
 from work import (
     VOCABULARY,
@@ -152,6 +153,8 @@ if __name__ == "__main__":
             "hashing": hashing,
             "loader": loader,
             "prefixes": prefixes,
+            "chat": chat,
+            "chat_task": chat_task,
         },
         {name: version(name) for name in names},
     )

@@ -14,6 +14,7 @@ from typing import Any
 
 os.environ.setdefault("RL_LOGGING_LEVEL", "ERROR")
 
+from chat_peer import chat
 from tensordict import NonTensorStack, TensorDict, set_list_to_stack
 from torchrl.data import MCTSForest
 from torchrl.envs import LLMHashingEnv
@@ -137,6 +138,6 @@ if __name__ == "__main__":
     set_list_to_stack(True).set()
     names = ("torchrl", "tensordict", "torch", "transformers")
     serve(
-        {"tokens": tokens, "text": text, "rollout": rollout, "hashing": hashing, "loader": loader},
+        {"tokens": tokens, "text": text, "rollout": rollout, "hashing": hashing, "loader": loader, "chat": chat},
         {name: version(name) for name in names},
     )

@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from ramet.chat import ChatTemplate, Conversation
+    from ramet.checking import check_task
     from ramet.config import (
         AdvantageConfig,
         CheckpointConfig,
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from ramet.rollouts import collect
     from ramet.scoring import Scores, in_file, score, without_adapter
     from ramet.specs import Bounded, Categorical, Composite, NonTensor, Unbounded
-    from ramet.tasks import Judge, JudgeModel, Task, check_task, format_reward, length_reward, weighted
+    from ramet.tasks import Judge, JudgeModel, Task, format_reward, in_processes, length_reward, weighted
     from ramet.tools import MCPServer, Tool, python_tool, tool
     from ramet.trainer import Result, Trainer
     from ramet.transforms import (
@@ -93,8 +94,8 @@ _PLACES = {
         "Task",
         "Judge",
         "JudgeModel",
-        "check_task",
         "format_reward",
+        "in_processes",
         "length_reward",
         "weighted",
     ),
@@ -132,6 +133,7 @@ _PLACES = {
     "ramet.policies.reference": ("ReferencePolicy",),
     "ramet.policies.server": ("ServerPolicy",),
     "ramet.episodes": ("collect_episodes",),
+    "ramet.checking": ("check_task",),
     "ramet.trainer": ("Trainer", "Result"),
 }
 _PLACE_OF = {name: place for place, names in _PLACES.items() for name in names}
@@ -206,6 +208,7 @@ __all__ = [
     "compact",
     "format_reward",
     "in_file",
+    "in_processes",
     "length_reward",
     "pad",
     "python_tool",

@@ -16,7 +16,7 @@ from ramet.envs.llm import LLMEnv
 from ramet.episodes import Rules, Speech
 from ramet.errors import ConfigError, ModelError
 from ramet.models import check_vocabulary, load_model, pick_device
-from ramet.models.load import DTYPES
+from ramet.models.load import DTYPES, load_tokenizer
 from ramet.policies.server import Retries, ServerPolicy
 from ramet.policies.stops import decoder_of
 from ramet.policies.transformers import TransformersPolicy, context_length, eos_ids_of
@@ -31,9 +31,16 @@ if TYPE_CHECKING:
 
 
 def model_of(
-    model: PreTrainedModel | str | Path, tokenizer: PreTrainedTokenizerBase | None, config: TrainConfig
+    model: PreTrainedModel | str | Path,
+    tokenizer: PreTrainedTokenizerBase | None,
+    config: TrainConfig,
+    *,
+    kept: Path | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, ModelConfig]:
     """Load what is a name, check what is given, and say in a section of the configuration which model it is.
+
+    `kept` is a folder in which a chat template was saved, which is read in the place of the one that the configuration
+    names.
 
     Raises `ModelError` for a model or tokenizer that can not be had, do not fit together or are in a precision that
     can not be trained, `ConfigError` for a section `config.model` that speaks of another model.
@@ -45,6 +52,12 @@ def model_of(
                 f"the trainer was given the model {str(model)!r}, and model.name is {section.name!r}",
                 hint="name the same model twice, or leave the section [model] out",
             )
+        if section.chat_template is not None and tokenizer is not None:
+            raise ConfigError(
+                "model.chat_template is for a tokenizer that is loaded by name: found one that is there already",
+                hint="set tokenizer.chat_template, and leave model.chat_template out",
+            )
+        saved = None if kept is None else kept / "chat_template.jinja"
         loaded, own = load_model(
             section.name,
             dtype=section.dtype,
@@ -52,6 +65,7 @@ def model_of(
             attention=section.attention,
             revision=section.revision,
             options=section.options,
+            chat_template=saved if section.chat_template and saved and saved.is_file() else section.chat_template,
             seed=config.seed,
         )
         tokenizer = own if tokenizer is None else tokenizer
@@ -59,26 +73,16 @@ def model_of(
         return loaded, tokenizer, section
     origin = str(getattr(model, "name_or_path", ""))
     if tokenizer is None:
-        tokenizer = _tokenizer_of(origin)
+        try:
+            tokenizer = load_tokenizer(origin)
+        except ModelError as error:
+            raise ModelError(
+                f"the model was given without a tokenizer, and none is found for it: {error.message}",
+                hint="give the tokenizer as well: Trainer(..., tokenizer=...)",
+            ) from error
     check_vocabulary(model, tokenizer)
     model.eval()  # type: ignore[no-untyped-call]
     return model, tokenizer, _section_of(model, origin or type(model).__name__, config)
-
-
-def _tokenizer_of(origin: str) -> PreTrainedTokenizerBase:
-    """Return the tokenizer that lies where the model came from."""
-    from transformers import AutoTokenizer
-
-    try:
-        if not origin:  # made in memory: a hub is not asked for nothing
-            raise ValueError("it says nothing of where it comes from")
-        found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(origin)
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"the model was given without a tokenizer, and none is found for it: {error}",
-            hint="give the tokenizer as well: Trainer(..., tokenizer=...)",
-        ) from error
-    return found
 
 
 def _section_of(model: PreTrainedModel, name: str, config: TrainConfig) -> ModelConfig:
@@ -92,7 +96,7 @@ def _section_of(model: PreTrainedModel, name: str, config: TrainConfig) -> Model
             )
     found = {"dtype": str(model.dtype).removeprefix("torch."), "device": model.device.type}
     given = config.model or ModelConfig(name=name)
-    for key in ("attention", "revision", "options"):
+    for key in ("attention", "revision", "options", "chat_template"):
         if getattr(given, key):
             raise ConfigError(
                 f"model.{key} is for loading a model by name: found a {type(model).__name__} that is there already",
@@ -194,6 +198,7 @@ def server_of(section: ServerConfig, tokenizer: PreTrainedTokenizerBase) -> Serv
         concurrency=section.concurrency,
         timeout=section.timeout_seconds,
         retries=Retries(section.retries),
+        outage=section.outage_seconds,
         api_key=key,
         weights_folder=None if section.weights_folder is None else Path(section.weights_folder),
     )
@@ -242,6 +247,21 @@ def playing_of(
             " begins with the whole of its prompt",
             hint='set it to "refuse" or "drop"',
         )
+    rules = rules_of(
+        config,
+        sampling_of(tokenizer, rollout),
+        context=context_length(model),
+        limit=prompt_limit(model, rollout),
+    )
+    return Turns(task, policy, template_of(task, tokenizer, rollout), rules, judge)
+
+
+def template_of(task: Task, tokenizer: PreTrainedTokenizerBase, rollout: RolloutConfig) -> Speech:
+    """Return how a task's conversations are written: as text where all its prompts are, else by the chat template.
+
+    Warns of tools that nothing tells the model of. Raises `DataError` for prompts of messages where the tokenizer has
+    no chat template.
+    """
     text = all(isinstance(row["prompt"], str) for row in (*task.train, *task.held_out))
     template: Speech = PlainTemplate(tokenizer) if text else ChatTemplate(tokenizer, rewrites=rollout.rewrites)
     offered = tools_of(task)
@@ -251,16 +271,21 @@ def playing_of(
             task.name,
             "its prompts are text" if text else "the chat template leaves them out",
         )
-    rules = Rules(
-        sampling_of(tokenizer, rollout),
+    return template
+
+
+def rules_of(config: TrainConfig, sampling: Sampling, *, context: int | None, limit: int | None) -> Rules:
+    """Return the limits of an episode: `context` tokens of the whole, `limit` of its prompt, None for no limit."""
+    rollout = config.rollout
+    return Rules(
+        sampling,
         config.seed,
         max_turns=rollout.max_turns,
         time_limit=rollout.episode_seconds,
         tool_seconds=rollout.tool_seconds,
-        context=context_length(model),
-        prompt_limit=prompt_limit(model, rollout),
+        context=context,
+        prompt_limit=limit,
     )
-    return Turns(task, policy, template, rules, judge)
 
 
 def settled_turns(task: Task, rollout: RolloutConfig) -> RolloutConfig:

@@ -12,6 +12,7 @@ The tree::
     ├── TooManyFailures    (RuntimeError)  more rollouts failed than the run allows
     ├── CheckpointError    (RuntimeError)  a checkpoint is missing, torn or of another run
     ├── ServerError        (RuntimeError)  a server gave no answer that can be used
+    │   └── ServerGone                     a server stayed away for longer than it is waited for
     └── RunExists          (RuntimeError)  the folder of a new run is already there
 
 Each message says what was expected, what was found, where, and what to do. `RametError.hint` holds the last part on its
@@ -75,6 +76,10 @@ class CheckpointError(RametError, RuntimeError):
 
 class ServerError(RametError, RuntimeError):
     """A server gave no answer that can be used: it is down, too slow, refuses, or does not keep to the protocol."""
+
+
+class ServerGone(ServerError):
+    """A server stayed away for longer than it is waited for: this ends a run, and not a rollout."""
 
 
 class RunExists(RametError, RuntimeError):

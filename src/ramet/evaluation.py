@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from ramet.episodes import EventLoop, Gathered, Here, Rules, Speech, Start, play
-from ramet.episodes.collect import Answers
-from ramet.episodes.loop import together
-from ramet.episodes.play import Tools
-from ramet.errors import TooManyFailures
 from ramet.forest import Forest
-from ramet.metrics import Interval, clustered_mean, finite, mean_interval, mean_pass_at_k, paired_difference
-from ramet.policies.policy import Policy
+from ramet.metrics import Interval, MetricsLog, clustered_mean, mean_interval, mean_pass_at_k, paired_difference
 from ramet.prompts import Prompts
-from ramet.rollouts import Playing, failed_fraction, first_failure
-from ramet.tasks.judge import Judge
-from ramet.tasks.task import Task
-from ramet.types import Completion, Message, Outcome, OutcomeKind, Request, Sample, Sampling, StopReason, ToolCall
+from ramet.rollouts import Playing, refuse_failures
+from ramet.tasks.stored_rows import stored
+from ramet.types import Message, Outcome, OutcomeKind, Sample, Sampling, StopReason, ToolCall
 
 Decoding: TypeAlias = Literal["greedy", "sampled"]
 TEMPERATURES: Mapping[Decoding, float] = {"greedy": 0.0, "sampled": 1.0}
 """Greedy shows what the model thinks best, sampled its own distribution, whatever temperature training samples at."""
+
+EVALUATION_SEED = 2**62
+"""Added to the seed for held-out draws: no training rollout shares its random numbers with an evaluation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +94,7 @@ def evaluate(
     for decoding in decodings:
         draw = Sampling(sampling.max_new_tokens, TEMPERATURES[decoding], sampling.stop_ids, stop=sampling.stop)
         forest, samples = play(prompts.first(problems), prompts, sampling=draw, seed=seed)
-        failed = failed_fraction(forest)
-        if failed > max_failed_fraction:
-            raise TooManyFailures(
-                f"evaluation ({when}, step {step}, {decoding}): {failed:.0%} of the rollouts failed, and "
-                f"max_failed_fraction allows {max_failed_fraction:.0%}; the first says: {first_failure(forest)}",
-                hint=f"mend what it names (the reward is {play.judge.name}), or allow more failures",
-            )
+        refuse_failures(forest, max_failed_fraction, play.judge, where=f"evaluation ({when}, step {step}, {decoding})")
         records += [{**r, "decoding": decoding} for r in rollout_records(forest, samples, when=when, step=step)]
     return Evaluation.from_records(records)
 
@@ -133,10 +123,13 @@ def record_of(
 
     It holds what a reward sees, so that `ramet.tasks.rescoring` can judge it again: "completion" is what the model
     wrote last, "completion_tokens" are all that it sampled, "messages" the whole conversation where there was one, and
-    "row" the columns of the data row beside its prompt, those that JSON can hold.
+    "row" the columns of the data row beside its prompt. "row_kinds" says which of their values are written in other
+    terms, for JSON does not know them, and "row_left_out" names the columns that can not be written (see
+    `ramet.tasks.stored_rows`); both are there where they say something.
     """
     prompt = sample.prompt
-    return {
+    row = stored({name: value for name, value in sample.row.items() if name != "prompt"})
+    record = {
         "when": when,
         "step": step,
         "group": sample.group,
@@ -153,8 +146,13 @@ def record_of(
         "stop": sample.stop.value,
         "decoding": decoding,
         "messages": [_plain(message) for message in sample.messages],
-        "row": _columns(sample.row),
+        "row": row.columns,
     }
+    if row.kinds:
+        record["row_kinds"] = row.kinds
+    if row.left_out:
+        record["row_left_out"] = row.left_out
+    return record
 
 
 def _plain(message: Message) -> dict[str, Any]:
@@ -165,82 +163,26 @@ def _plain(message: Message) -> dict[str, Any]:
     return plain
 
 
-def _columns(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns of a row that JSON can hold, without the prompt, which a record has already."""
-    kept = {}
-    for name, value in row.items():
-        if name not in ("prompt", "messages"):
-            with contextlib.suppress(TypeError):
-                kept[str(name)] = finite(value, name)
-    return kept
+class RolloutLog(MetricsLog):
+    """`rollouts.jsonl`; says once, by name, which columns of the data rows its records have to leave out, and why."""
 
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._told: set[str] = set()
 
-class _Watched(Policy):
-    """A policy that remembers that it raised: what rows are told then is the end of all, and no end of an episode."""
-
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy
-        self.broken = False
-
-    def complete(self, requests: Sequence[Request]) -> Iterator[Completion]:
-        """Yield what the policy yields."""
-        try:
-            yield from self._policy.complete(requests)
-        except BaseException:
-            self.broken = True
-            raise
-
-
-def play_each(
-    task: Task,
-    policy: Policy,
-    starts: Sequence[Start],
-    judge: Judge,
-    *,
-    template: Speech,
-    rules: Rules,
-    ended: Callable[[Sample, Outcome], object],
-) -> None:
-    """Play and judge an episode for each of `starts`, all at once, and call `ended` as soon as each one has ended.
-
-    For any task and any policy; what `ended` was told of is not lost to what comes later, an error or Ctrl-C. It runs
-    in the thread of the event loop, one call at a time. What is raised is as `play_episodes` says; `ended` is not told
-    of episodes that were under way then.
-
-    >>> from ramet.chat import PlainTemplate
-    >>> from ramet.models.tiny import tiny_tokenizer
-    >>> from ramet.policies.person import PersonPolicy
-    >>> task = Task("sum", [{"prompt": "1+1="}], [], lambda sample: float(sample.completion == "2"))
-    >>> play_each(
-    ...     task, PersonPolicy(lambda request: "2"), [Start(task.train[0], group=0)], Judge(task.score),
-    ...     template=PlainTemplate(tiny_tokenizer()), rules=Rules(Sampling(4), seed=0),
-    ...     ended=lambda sample, outcome: print(sample.completion, outcome.score))
-    2 1.0
-    """
-    with contextlib.ExitStack() as opened:
-        toolbox: Tools | None = None
-        if task.tools:
-            from ramet.tools.toolbox import Toolbox
-
-            toolbox = opened.enter_context(contextlib.closing(Toolbox(task.tools, timeout=rules.tool_seconds)))
-
-        async def work(here: Here) -> None:
-            watched = _Watched(policy)
-            with Gathered(watched, start=here.start) as gathered:
-                gathered.expect(len(starts))
-                answer = policy.answer if isinstance(policy, Answers) else gathered.answer
-
-                async def one(start: Start) -> None:
-                    [episode] = await play(
-                        task, [start], answer, template, rules, judge=judge, toolbox=toolbox, left=gathered.leave
-                    )
-                    assert episode.outcome is not None  # somebody judges
-                    if not watched.broken:
-                        ended(episode.sample, episode.outcome)
-
-                await together([partial(one, start) for start in starts])
-
-        opened.enter_context(EventLoop()).run(work)
+    def append(self, entry: Mapping[str, Any]) -> None:
+        """Write the record of one episode."""
+        super().append(entry)
+        for name, why in entry.get("row_left_out", {}).items():
+            if name not in self._told:
+                self._told.add(name)
+                logging.getLogger(__name__).warning(
+                    "the column %r of the data rows is left out of %s: %s. A reward that reads it can not judge these "
+                    "rollouts again",
+                    name,
+                    self.path,
+                    why,
+                )
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,12 +5,12 @@
 
     Stopping, once the steps have begun: Ctrl-C was heard
 
-A watcher is a function of one event. A run that stops early ends without a `RunEnded`.
+A `Watcher` is a function of one event. A run that stops early ends without a `RunEnded`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -99,3 +99,6 @@ class RunEnded:
 Event: TypeAlias = (
     RunStarted | WarmStartStep | WarmStarted | Evaluated | StepDone | CheckpointWritten | Stopping | RunEnded
 )
+
+Watcher: TypeAlias = Callable[[Event], None]
+"""What is told of a run."""

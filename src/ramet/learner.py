@@ -158,6 +158,29 @@ def token_budget(model: nn.Module, config: TrainConfig) -> int:
     )
 
 
+def optimizer_of(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
+    """Return the optimiser of a run."""
+    return torch.optim.AdamW(
+        model.parameters(),
+        lr=config.optimizer.learning_rate,
+        betas=config.optimizer.betas,
+        weight_decay=config.optimizer.weight_decay,
+        fused=True,
+    )
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, config: TrainConfig, step: int) -> float:
+    """Set and return the learning rate of a step, a function of its number: resuming needs no memory of it."""
+    warmup, steps = config.optimizer.warmup_steps, config.steps
+    share = min(1.0, step / warmup) if warmup else 1.0
+    if config.optimizer.schedule == "linear" and step > warmup:
+        share = (steps - step + 1) / (steps - warmup)
+    rate = config.optimizer.learning_rate * share
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    return rate
+
+
 def micro_batches(
     model: nn.Module, forest: Forest, rollouts: Sequence[int], config: TrainConfig
 ) -> Iterator[list[int]]:
@@ -222,10 +245,14 @@ def _one_update(
     sequences = len({batch.episodes[row] for row in rows})
     optimizer.zero_grad(set_to_none=True)
     logged = {"loss": 0.0, "clip_fraction": 0.0, "tokens_computed": 0, "tokens_trained": 0}
-    at = rows[0]
+    at, pieces = rows[0], []
     for part in micro_batches(model, forest, [batch.rollouts[row] for row in rows], config):
-        span = slice(begins[at], ends[at + len(part) - 1])
+        pieces.append((part, slice(begins[at], ends[at + len(part) - 1])))
         at += len(part)
+    if config.kl.unbiased:  # the pull of a token counts what follows in its episode, which must be known by then
+        pieces.reverse()
+    later = batch.start.new_zeros(max(batch.episodes, default=-1) + 1)
+    for part, span in pieces:
         scores = _score(model, forest, part, config, entropy=first)
         logged["tokens_computed"] += scores.tokens_computed
         logged["tokens_trained"] += sum(forest.depth(forest.rollouts[number].end) for number in part)
@@ -234,7 +261,7 @@ def _one_update(
             batch.entropy[span] = scores.entropy[batch.sampled.index[span]].detach().cpu()
         if not batch.start_known:
             batch.start[span] = current.detach()
-        loss, held = _loss(current, batch, span, config, sequences=sequences, tokens=tokens)
+        loss, held = _loss(current, batch, span, config, later, sequences=sequences, tokens=tokens)
         loss.backward()  # type: ignore[no-untyped-call]
         logged["loss"] += float(loss.detach())
         logged["clip_fraction"] += held
@@ -268,9 +295,13 @@ def checked_step(model: nn.Module, optimizer: torch.optim.Optimizer, clip: float
 
 
 def _loss(
-    current: Tensor, batch: Batch, span: slice, config: TrainConfig, *, sequences: int, tokens: int
+    current: Tensor, batch: Batch, span: slice, config: TrainConfig, later: Tensor, *, sequences: int, tokens: int
 ) -> tuple[Tensor, float]:
-    """Return the loss of a micro-batch under the denominators of its whole update, and its share of clipped tokens."""
+    """Return the loss of a micro-batch under the denominators of its whole update, and its share of clipped tokens.
+
+    `later`, one for each episode, is the KL of what followed in micro-batches that were taken before; that of this one
+    is added to it.
+    """
     start, gains = batch.start[span], batch.advantages[span]
     weights, held = None, 0.0
     if config.loss.importance_cap is not None:
@@ -282,14 +313,17 @@ def _loss(
         per_token = losses.clipped(current, start, gains, weights=weights, clip_low=low, clip_high=high)
         held = float(losses.clip_fraction(current, start, gains, tokens=tokens, clip_low=low, clip_high=high))
     if batch.reference is not None and config.kl.coefficient > 0 and config.kl.place in ("loss", "both"):
+        owner = torch.tensor(batch.episodes)[batch.sampled.row[span]]
         pull = kl_in_loss(
             current,
             batch.reference[span],
             config.kl.estimator,
             unbiased=config.kl.unbiased,
-            sequences=batch.sampled.row[span],
+            sequences=owner,
+            later=later[owner],
             weights=weights,
         )
+        later.index_add_(0, owner, pull.detach())
         per_token = per_token + config.kl.coefficient * pull
     match config.loss.reduction:
         case "grpo":
@@ -322,3 +356,23 @@ def reward_metrics(forest: Forest) -> Mapping[str, float | dict[str, float] | No
         "abstained": sum(outcome.kind.value == "abstained" for outcome in outcomes) / max(1, len(outcomes)),
         "failed": sum(outcome.kind.failed for outcome in outcomes) / max(1, len(outcomes)),
     }
+
+
+def flat_groups(forest: Forest) -> float:
+    """Return the fraction of the groups that teach nothing: no member of them has an advantage other than 0."""
+    taught: dict[int, bool] = {}
+    for rollout in forest.rollouts:
+        taught[rollout.group] = taught.get(rollout.group, False) or rollout.advantage != 0
+    return sum(not differs for differs in taught.values()) / max(1, len(taught))
+
+
+def nothing_learned(forest: Forest, step: int) -> str:
+    """Return what to say of a step whose groups are all flat."""
+    earned = reward_metrics(forest)
+    without = ", ".join(f"{earned[why]:.0%} {why}" for why in ("abstained", "failed"))
+    mean = "no rollout has a score" if earned["reward"] is None else f"mean reward {earned['reward']:.3f}"
+    return (
+        f"step {step} teaches nothing: in none of its groups did a rollout earn more than another ({mean}, {without}). "
+        "What is learned is learned from differences: give prompts that are neither too hard nor too easy, a larger "
+        "rollout.group_size, or a reward with steps between nothing and all; rollouts.jsonl says why there is no score"
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -159,6 +160,8 @@ class MetricsLog:
             self._file.write(line)
             self._file.flush()
         except OSError as error:
+            with contextlib.suppress(OSError):  # what is left in the buffer can not be written by closing either
+                self._file.close()
             hint = "make room and go on with resume: what was written before is whole"
             raise CheckpointError(f"{self.path} can not be written: {error}", hint=hint) from error
 
@@ -211,6 +214,15 @@ def entries(path: Path) -> Iterator[dict[str, Any]]:
             if not isinstance(entry, dict):
                 raise DataError(f"{path}, line {number}: expected a JSON object, found {text[:60]!r}")
             yield entry
+
+
+def is_torn(path: Path) -> bool:
+    """Return whether the last line of a file was cut short: `entries` leaves it out."""
+    with path.open("rb") as file:
+        if file.seek(0, os.SEEK_END) == 0:
+            return False
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"
 
 
 def _check(values: Sequence[float], name: str) -> None:

@@ -11,11 +11,12 @@ import torch
 from tensordict import TensorDictBase
 
 from ramet import ragged
+from ramet.concurrency import EventLoop
 from ramet.envs.env import EnvBase
-from ramet.episodes import Answers, EventLoop, Played, Rules, Speech, into_forest, play, play_episodes, starts_of
-from ramet.errors import ForestError
+from ramet.episodes import Answers, Played, Rules, Speech, into_forest, play, play_episodes, starts_of
+from ramet.errors import ForestError, TooManyFailures
 from ramet.forest import Forest
-from ramet.policies.policy import Policy, by_row
+from ramet.policies.policy import Policy, by_row, set_stop_reasons
 from ramet.prompts import Prompts
 from ramet.tasks.judge import Judge
 from ramet.tasks.task import Task
@@ -79,7 +80,7 @@ class Turns:
     def loop(self) -> EventLoop:
         """The event loop in which episodes are played; started when it is first asked for."""
         if self._loop is None:
-            self._loop = EventLoop()
+            self._loop = EventLoop("ramet episodes")
         return self._loop
 
     def __call__(
@@ -180,6 +181,7 @@ def _step(env: EnvBase, state: TensorDictBase, answers: dict[int, Completion], c
     log_probs = [answers[row].log_probs if row in answers else torch.zeros(0) for row in range(count)]
     state.set(Key.RESPONSE, ragged.Ragged.from_rows(tokens).jagged())
     state.set(Key.LOG_PROBS, ragged.Ragged.from_rows(log_probs).jagged())
+    set_stop_reasons(state, answers)
     if len(answers) < count:
         state.set("_step", torch.tensor([row in answers for row in range(count)]))
     return env.step_mdp(env.step(state))
@@ -269,6 +271,18 @@ def failed_fraction(forest: Forest) -> float:
     """Return the fraction of the episodes that failed: errors and time-outs."""
     outcomes = [rollout.outcome for rollout in forest.rollouts if rollout.part == 0]
     return sum(outcome is not None and outcome.kind.failed for outcome in outcomes) / max(1, len(outcomes))
+
+
+def refuse_failures(forest: Forest, allowed: float, judge: Judge, *, where: str) -> None:
+    """Raise `TooManyFailures` if a larger fraction of the episodes failed than is `allowed`; `where` says of what."""
+    failed = failed_fraction(forest)
+    if failed > allowed:
+        raise TooManyFailures(
+            f"{where}: {failed:.0%} of the rollouts failed, and rollout.max_failed_fraction allows {allowed:.0%}; "
+            f"the first says: {first_failure(forest)}",
+            hint=f"mend what it names (the reward is {judge.name}) and go on with resume, or raise "
+            "rollout.max_failed_fraction",
+        )
 
 
 def first_failure(forest: Forest) -> str:

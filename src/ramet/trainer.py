@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import shutil
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,29 +27,28 @@ from ramet.assembly import (
     settled_turns,
     tools_of,
 )
-from ramet.checkpoint import (
-    REFERENCE,
-    RunState,
-    load_optimizer,
-    load_weights,
-    newest_checkpoint,
-    read_state,
-    refuse_other_settings,
-    save_checkpoint,
-    save_model,
-)
-from ramet.config import TaskConfig, TrainConfig, dump, load
+from ramet.checkpoint import REFERENCE, RunState, newest_checkpoint, refuse_other_settings
+from ramet.config import TaskConfig, TrainConfig
 from ramet.episodes import in_steps
-from ramet.errors import CheckpointError, ConfigError, RunExists, TooManyFailures
-from ramet.evaluation import Evaluation, difference, evaluate, rollout_records
-from ramet.events import CheckpointWritten, Evaluated, Event, RunEnded, RunStarted, StepDone, Stopping, When
+from ramet.errors import ConfigError
+from ramet.evaluation import EVALUATION_SEED, evaluate, rollout_records
+from ramet.events import Evaluated, RunEnded, RunStarted, StepDone, Stopping, Watcher, When
 from ramet.forest import Forest
 from ramet.interrupts import interrupts
-from ramet.learner import prepare, reward_metrics, token_budget, update
-from ramet.metrics import MetricsLog, entries, finite
+from ramet.learner import (
+    flat_groups,
+    nothing_learned,
+    optimizer_of,
+    prepare,
+    reward_metrics,
+    set_learning_rate,
+    token_budget,
+    update,
+)
 from ramet.prompts import Prompts, read_rows, refuse_shared
 from ramet.prompts.prompts import Row
-from ramet.rollouts import Turns, failed_fraction, first_failure
+from ramet.rollouts import Turns, refuse_failures
+from ramet.run_folder import RunFolder
 from ramet.scoring.score import Scorer
 from ramet.tasks import Judge, Reward, Task, build_task
 from ramet.types import Sample
@@ -58,11 +56,6 @@ from ramet.warm_start import split_rows, warm_start
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-EVALUATION_SEED = 2**62
-"""Added to the seed for held-out draws: no training rollout shares its random numbers with an evaluation."""
-
-Watcher = Callable[[Event], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,9 +129,8 @@ class Trainer:
         resume: bool = False,
     ) -> Trainer:
         """Make the trainer of a `Task`: with replies of its environment, tools, and what else it has."""
-        for rows, called in ((task.train, "train"), (task.held_out, "held_out")):
-            if rows or called == "train":
-                read_rows(rows)
+        for rows in (task.train, *([task.held_out] if task.held_out else [])):
+            read_rows(rows)
         refuse_shared(task.train, task.held_out)
         trainer = cls.__new__(cls)
         trainer._build(model, task, tokenizer, config.model_copy(update={"task": None}), watcher, resume)
@@ -157,13 +149,16 @@ class Trainer:
             torch.set_num_threads(config.threads)
         self._watch: Watcher = watcher or (lambda event: None)
         self._resume = resume
+        self._warned = False
+        self._outages = 0, 0
+        """How often the server has been away so far, and the last step in which it was."""
         self.task = task
-        self.model, self.tokenizer, self._model_config = model_of(model, tokenizer, config)
-        named = {"model": self._model_config, "task": config.task or TaskConfig(name=task.name)}
-        self.config = config.model_copy(update=named)
+        kept = config.folder / REFERENCE if resume else None
+        self.model, self.tokenizer, self._model_config = model_of(model, tokenizer, config, kept=kept)
         self._task_is_named = config.task is not None
-        self.config = self.config.model_copy(update={"rollout": settled_turns(task, config.rollout)})
-        rollout = self.config.rollout
+        rollout = settled_turns(task, config.rollout)
+        settled = {"model": self._model_config, "task": config.task or TaskConfig(name=task.name), "rollout": rollout}
+        self.config = config.model_copy(update=settled)
         self.sampling = sampling_of(self.tokenizer, rollout)
         self._prompt_limit = prompt_limit(self.model, rollout)
         self.prompts = self._prompts_of(task.train, "training row")
@@ -176,16 +171,7 @@ class Trainer:
         parts = (self.model, self.tokenizer, self.judge, self.config)
         self._play_here = playing_of(task, self.policy, *parts)
         self.play = self._play_here if self.server is None else playing_of(task, self.server, *parts)
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(),
-            lr=config.optimizer.learning_rate,
-            betas=config.optimizer.betas,
-            weight_decay=config.optimizer.weight_decay,
-            fused=True,
-        )
-        self._weights_moved = False
-        self.optimizer.register_step_pre_hook(self._note_that_weights_move)
-        self._evaluations: dict[tuple[When, int], Evaluation] = {}
+        self.optimizer = optimizer_of(self.model, config)
 
     def _prompts_of(self, rows: Sequence[Row], called: str = "row") -> Prompts:
         return Prompts(
@@ -209,43 +195,37 @@ class Trainer:
         began = time.monotonic()
         if self.server is not None:
             refuse_text_alone(self.server)
-        folder = self._open_folder()
-        logs = MetricsLog(folder / "metrics.jsonl"), MetricsLog(folder / "rollouts.jsonl")
-        with logs[0] as log, logs[1] as rollouts, self._closing():
-            state, reference = self._resumed(log, rollouts) if self._resume else self._started_or_undone(folder)
-            saved = state if self._resume else None
-            ended_before = self._resume and state.step == self.config.steps and not self._due(state.step)
-            with interrupts(lambda: self._watch(Stopping())) as interrupted:
+        run = self._opened()
+        with run, self._closing():
+            reference = self._resumed(run) if self._resume else self._started(run)
+            ended_before = self._resume and self._is_over(run)
+            with interrupts(lambda: self._watch(Stopping())) as interrupted, run.saving():
 
                 def learn(step: int, played: tuple[Forest, list[Sample]]) -> None:
-                    nonlocal state, saved
-                    state, metrics = self._learn(state, played, reference, log, rollouts)
-                    self._weights_moved = False  # since `state`: an interrupt before this line saves nothing
+                    state, metrics = self._learn(run, played, reference)
+                    run.stepped(state)
                     self._sample_from(state.version)
                     self._watch(StepDone(state.step, metrics))
-                    if self._checkpoint_is_due(state.step):
-                        saved = self._save(folder, state)
+                    run.save_if_due(last=state.step == self.config.steps)
                     if not interrupted():
-                        self._evaluate(state.step, log, rollouts)
+                        self._evaluate(run)
                     self._step_began = time.monotonic()
 
-                try:
-                    self._sample_from(state.version)
-                    self._evaluate(state.step, log, rollouts)
-                    self._step_began = time.monotonic()
-                    self._make_steps(learn, state.step, interrupted)
-                except BaseException as error:
-                    if saved != state and not isinstance(error, CheckpointError):
-                        self._save_what_is_whole(folder, state, error)
-                    raise
-                if saved != state:
-                    self._save(folder, state)
-            checkpoint = newest_checkpoint(folder / "checkpoints")
-            if state.step < self.config.steps or self._due(state.step):
-                return Result(folder, checkpoint, interrupted=True, summary={})
-        summary = self._summary(folder, seconds=time.monotonic() - began, ended_before=ended_before)
-        self._watch(RunEnded(folder, summary))
-        return Result(folder, checkpoint, interrupted=False, summary=summary)
+                self._sample_from(run.state.version)
+                self._evaluate(run)
+                self._step_began = time.monotonic()
+                self._make_steps(learn, run.state.step, interrupted)
+            checkpoint = newest_checkpoint(run.checkpoints)
+            if not self._is_over(run):
+                return Result(run.path, checkpoint, interrupted=True, summary={})
+        summary = (run.summary() if ended_before else {}) or run.sum_up(
+            steps=self.config.steps, chance=self.task.chance, seconds=time.monotonic() - began
+        )
+        self._watch(RunEnded(run.path, summary))
+        return Result(run.path, checkpoint, interrupted=False, summary=summary)
+
+    def _is_over(self, run: RunFolder) -> bool:
+        return run.state.step == self.config.steps and not self._due(run)
 
     def _closing(self) -> contextlib.ExitStack:
         """Return a context that ends what was started for playing."""
@@ -267,26 +247,17 @@ class Trainer:
         """Sample, learn, sample, learn; with a staleness, the next steps are sampled while one is learned from."""
         steps, staleness = self.config.steps, self.config.rollout.staleness
         if staleness and isinstance(self.play, Turns):
-            collect = self.play.in_loop
+            play = partial(self.play.in_loop, prompts=self.prompts, sampling=self.sampling, seed=self.config.seed)
+            loop, ahead = self.play.loop, staleness
             in_steps(
-                self.play.loop,
-                lambda step: collect(
-                    self._prompts_of_step(step), self.prompts, sampling=self.sampling, seed=self.config.seed
-                ),
-                learn,
-                first,
-                steps,
-                staleness=staleness,
-                ending=ending,
+                loop, lambda n: play(self._prompts_of_step(n)), learn, first, steps, staleness=ahead, ending=ending
             )
             return
         for step in range(first, steps):
             if ending():
                 return
-            learn(
-                step,
-                self.play(self._prompts_of_step(step), self.prompts, sampling=self.sampling, seed=self.config.seed),
-            )
+            td = self._prompts_of_step(step)
+            learn(step, self.play(td, self.prompts, sampling=self.sampling, seed=self.config.seed))
 
     def _prompts_of_step(self, step: int) -> TensorDict:
         """Return the prompts of a step, counted from 0."""
@@ -295,29 +266,21 @@ class Trainer:
         return self.prompts.batch(position, rollout.prompts_per_step, group_size=rollout.group_size)
 
     def _learn(
-        self,
-        state: RunState,
-        played: tuple[Forest, list[Sample]],
-        reference: Scorer,
-        log: MetricsLog,
-        rollouts: MetricsLog,
+        self, run: RunFolder, played: tuple[Forest, list[Sample]], reference: Scorer
     ) -> tuple[RunState, dict[str, Any]]:
-        """Learn from a step's episodes, and write it down; return the state and the metrics of the step."""
-        config, step = self.config, state.step + 1
+        """Learn from a step's episodes, and write it down; return the state after it and the metrics of the step."""
+        config, state, step = self.config, run.state, run.state.step + 1
         forest, samples = played
-        failed = failed_fraction(forest)
-        if failed > config.rollout.max_failed_fraction:
-            rollouts.extend(rollout_records(forest, samples, when="train", step=step))
-            raise TooManyFailures(
-                f"step {step}: {failed:.0%} of the rollouts failed, and rollout.max_failed_fraction allows "
-                f"{config.rollout.max_failed_fraction:.0%}; the first says: {first_failure(forest)}",
-                hint=f"mend what it names (the reward is {self.judge.name}) and go on with resume, or raise "
-                "rollout.max_failed_fraction",
-            )
-        batch = prepare(self.model, reference, forest, config, step=step)
-        # Written before a weight moves: what fails after this loses no rollout.
-        rollouts.extend(rollout_records(forest, samples, when="train", step=step))
-        rate = self._set_learning_rate(step)
+        try:
+            refuse_failures(forest, self._may_fail(step), self.judge, where=f"step {step}")
+            batch = prepare(self.model, reference, forest, config, step=step)
+        finally:  # before a weight moves, and whatever comes: no rollout is lost
+            run.rollouts.extend(rollout_records(forest, samples, when="train", step=step))
+        flat = flat_groups(forest)
+        if flat == 1 and not self._warned:
+            self._warned = True
+            logging.getLogger(__name__).warning(nothing_learned(forest, step))
+        rate = set_learning_rate(self.optimizer, config, step)
         logged = update(self.model, self.optimizer, forest, batch, config)
         self.optimizer.zero_grad(set_to_none=True)  # as large as the weights, and of no use to the next samples
         oldest = int(batch.sampled.versions.min()) if len(batch.sampled.versions) else state.version
@@ -326,6 +289,7 @@ class Trainer:
         metrics = {
             "step": step,
             **reward_metrics(forest),
+            "flat_groups": flat,
             **logged,
             "staleness": state.version - oldest,
             "learning_rate": rate,
@@ -333,105 +297,70 @@ class Trainer:
             "tokens_per_second": sampled / seconds,
             "seconds": seconds,
         }
-        log.append(metrics)
+        run.log.append(metrics)
         return RunState(step, state.position + config.rollout.prompts_per_step, state.version + 1), metrics
 
-    def _set_learning_rate(self, step: int) -> float:
-        """Set and return the rate, a function of the step, so that resuming needs no memory of it."""
-        warmup, steps = self.config.optimizer.warmup_steps, self.config.steps
-        share = min(1.0, step / warmup) if warmup else 1.0
-        if self.config.optimizer.schedule == "linear" and step > warmup:
-            share = (steps - step + 1) / (steps - warmup)
-        rate = self.config.optimizer.learning_rate * share
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        return rate
+    def _may_fail(self, step: int) -> float:
+        """Return the fraction of a step's rollouts that may fail: all, where the server was away in the meantime.
 
-    # ---------------------------------------------------------------- the run folder
+        What ran out of time then is what an outage costs; the weights of the step wait for the server anyhow.
+        """
+        if self.server is not None and self.server.outages > self._outages[0]:
+            self._outages = self.server.outages, step
+        lately = step - self._outages[1] <= self.config.rollout.staleness
+        return 1.0 if self._outages[0] and lately else self.config.rollout.max_failed_fraction
 
-    def _open_folder(self) -> Path:
-        folder = self.config.folder
-        if self._resume:
-            newest_checkpoint(folder / "checkpoints")
-            before = load(folder / "config.toml")
-            self._set_token_budget(before.optimizer.micro_batch_tokens)
-            # A task that was handed over has its reward's name, and a reward may be mended.
-            free = () if self._task_is_named else ("task",)
-            refuse_other_settings(before, self.config, free=free)
-            (folder / "config.toml").write_text(dump(self.config), encoding="utf-8")
-            return folder
-        try:
-            folder.mkdir(parents=True)
-        except FileExistsError as error:
-            raise RunExists(
-                f"the run folder {folder} is there already: a new run would mix with it",
-                hint="go on with resume, give the run another name, or remove the folder",
-            ) from error
-        except OSError as error:
-            raise ConfigError(f"the run folder {folder} can not be made: {error}", hint="set runs and name") from error
-        return folder
+    # ---------------------------------------------------------------- how it begins
+
+    def _opened(self) -> RunFolder:
+        """Return the folder of the run: a new one, or the one to go on in, with the settings of now in it."""
+        config = self.config
+        run = RunFolder(config.folder, self.model, self.tokenizer, self.optimizer, config.checkpoint, self._watch)
+        if not self._resume:
+            run.make()
+            return run
+        before = run.settings()
+        self._set_token_budget(before.optimizer.micro_batch_tokens)
+        # A task that was handed over has its reward's name, and a reward may be mended.
+        refuse_other_settings(before, self.config, free=() if self._task_is_named else ("task",))
+        run.write_settings(self.config)
+        return run
 
     def _set_token_budget(self, before: int | None) -> None:
         """Settle how many tokens a pass may run, once for a run: a resumed one cuts its batches as it did before."""
-        optimizer = self.config.optimizer
-        if optimizer.micro_batch_tokens is None:
-            budget = token_budget(self.model, self.config) if before is None else before
-            settled = optimizer.model_copy(update={"micro_batch_tokens": budget})
-            self.config = self.config.model_copy(update={"optimizer": settled})
+        section = self.config.optimizer
+        if section.micro_batch_tokens is None:
+            budget = {"micro_batch_tokens": token_budget(self.model, self.config) if before is None else before}
+            self.config = self.config.model_copy(update={"optimizer": section.model_copy(update=budget)})
 
-    def _started_or_undone(self, folder: Path) -> tuple[RunState, Scorer]:
-        """Start a run; where that fails or is interrupted, its folder goes, for there is nothing in it to resume."""
-        try:
-            return self._started(folder)
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
+    def _started(self, run: RunFolder) -> Scorer:
+        """Start a run, with its supervised steps where it has some, and return its reference."""
+        with run.undone_on_error():
+            self._set_token_budget(None)
+            run.write_settings(self.config)
+            self._watch(self._run_started(first_step=1))
+            if self.config.warm_start is not None:
+                done = warm_start(
+                    self.model,
+                    self.tokenizer,
+                    self.task,
+                    self.prompts.rows,
+                    self.config,
+                    prompts_of=self._prompts_of,
+                    play=self._play_here,
+                    sampling=self.sampling,
+                    watcher=self._watch,
+                )
+                self._watch(done)
+            run.start(self.policy.version)
+            return reference_of(self.model, run.reference)
 
-    def _started(self, folder: Path) -> tuple[RunState, Scorer]:
-        self._set_token_budget(None)
-        (folder / "config.toml").write_text(dump(self.config), encoding="utf-8")
-        self._watch(self._run_started(first_step=1))
-        if self.config.warm_start is not None:
-            done = warm_start(
-                self.model,
-                self.tokenizer,
-                self.task,
-                self.prompts.rows,
-                self.config,
-                prompts_of=self._prompts_of,
-                play=self._play_here,
-                sampling=self.sampling,
-                watcher=self._watch,
-            )
-            self._watch(done)
-        save_model(folder / REFERENCE, self.model, self.tokenizer)
-        return RunState(0, 0, self.policy.version), reference_of(self.model, folder / REFERENCE)
-
-    def _resumed(self, log: MetricsLog, rollouts: MetricsLog) -> tuple[RunState, Scorer]:
-        """Read model, optimiser and evaluations back, and strike from the logs what the checkpoint does not know of."""
-        folder, steps = self.config.folder, self.config.steps
-        checkpoint = newest_checkpoint(folder / "checkpoints")
-        state = read_state(checkpoint)
-        if state.step > steps:
-            raise ConfigError(f"steps is {steps}, and {checkpoint} has {state.step} behind it", hint="raise steps")
-        load_weights(folder / REFERENCE, self.model)
-        reference = reference_of(self.model, folder / REFERENCE)
-        load_weights(checkpoint, self.model)
-        load_optimizer(checkpoint, self.optimizer)
-        self.policy.version = state.version
-        self._weights_moved = False
-        # The end of a run that is made longer is no end: then only the evaluation after the new last step counts.
-        log.keep(lambda line: line["step"] <= state.step and (line.get("when") != "after" or line["step"] == steps))
-        made = {(line["when"], line["step"]) for line in entries(log.path) if "when" in line}
-        train = {("train", step) for step in range(state.step + 1)}
-        rollouts.keep(lambda line: (line["when"], line["step"]) in made | train)
-        records: dict[tuple[When, int], list[Mapping[str, Any]]] = {evaluation: [] for evaluation in made}
-        for record in entries(rollouts.path):
-            if record["when"] != "train":
-                records[record["when"], record["step"]].append(record)
-        self._evaluations = {evaluation: Evaluation.from_records(kept) for evaluation, kept in records.items()}
-        self._watch(self._run_started(first_step=state.step + 1))
-        return state, reference
+    def _resumed(self, run: RunFolder) -> Scorer:
+        """Go on where the newest checkpoint stands, and return the reference of the run."""
+        reference = run.resume(self.config.steps, partial(reference_of, self.model))
+        self.policy.version = run.state.version
+        self._watch(self._run_started(first_step=run.state.step + 1))
+        return reference
 
     def _run_started(self, *, first_step: int) -> RunStarted:
         return RunStarted(
@@ -444,42 +373,17 @@ class Trainer:
             steps=self.config.steps,
         )
 
-    def _checkpoint_is_due(self, step: int) -> bool:
-        every = self.config.checkpoint.every
-        return step == self.config.steps or (every > 0 and step % every == 0)
-
-    def _save(self, folder: Path, state: RunState) -> RunState:
-        keep = self.config.checkpoint.keep
-        path = save_checkpoint(folder / "checkpoints", state, self.model, self.tokenizer, self.optimizer, keep=keep)
-        self._watch(CheckpointWritten(state.step, path))
-        return state
-
-    def _save_what_is_whole(self, folder: Path, state: RunState, error: BaseException) -> None:
-        """Save the last whole step before `error` ends the run; where its weights are gone, an older one stands."""
-        if self._weights_moved:
-            return
-        try:
-            self._save(folder, state)
-        except CheckpointError as second:
-            error.add_note(f"and the checkpoint of the last whole step is lost: {second}")
-
-    def _note_that_weights_move(self, *_: object) -> None:
-        self._weights_moved = True
-
     # ---------------------------------------------------------------- held-out scores
 
-    def _due(self, step: int) -> list[When]:
-        """Name the evaluations that belong after `step` steps and have not been made."""
+    def _due(self, run: RunFolder) -> list[When]:
+        """Name the evaluations that belong after the steps so far and have not been made."""
         if self.held_out is None:
             return []
-        every, steps = self.config.evaluation.every, self.config.steps
-        during = 0 < step < steps and every > 0 and step % every == 0
-        wanted: dict[When, bool] = {"before": step == 0, "during": during, "after": step == steps}
-        return [when for when, due in wanted.items() if due and (when, step) not in self._evaluations]
+        return run.due(steps=self.config.steps, every=self.config.evaluation.every)
 
-    def _evaluate(self, step: int, log: MetricsLog, rollouts: MetricsLog) -> None:
-        """Make the evaluations that are due; their line in `metrics.jsonl` comes last: all of it is there."""
-        for when in self._due(step):
+    def _evaluate(self, run: RunFolder) -> None:
+        """Make the evaluations that are due."""
+        for when in self._due(run):
             assert self.held_out is not None
             made = evaluate(
                 self.play,
@@ -488,30 +392,8 @@ class Trainer:
                 sampling=self.sampling,
                 seed=self.config.seed + EVALUATION_SEED,
                 when=when,
-                step=step,
-                max_failed_fraction=self.config.rollout.max_failed_fraction,
+                step=run.state.step,
+                max_failed_fraction=self._may_fail(run.state.step),
             )
-            rollouts.extend(made.records if when != "during" else ())
-            log.append({"step": step, "when": when, "held_out": made.held_out()})
-            self._evaluations[when, step] = Evaluation(made.scores, (), made.failed, made.abstained)
-            self._watch(Evaluated(step, when, made.held_out()))
-
-    def _summary(self, folder: Path, *, seconds: float, ended_before: bool) -> Mapping[str, Any]:
-        """Write and return `summary.json`; a run that had ended keeps the one it has."""
-        steps, path = self.config.steps, folder / "summary.json"
-        if ended_before and path.is_file():
-            kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            return kept
-        summary: dict[str, Any] = {"steps": steps, "chance": self.task.chance}
-        before, after = self._evaluations.get(("before", 0)), self._evaluations.get(("after", steps))
-        if after is not None:
-            ends = {"before": before, "after": after}
-            summary["held_out"] = {when: made.held_out() for when, made in ends.items() if made is not None}
-        if before is not None and after is not None:
-            changes = {name: difference(before, after, name) for name in before.scores}
-            summary["difference"] = {name: change._asdict() for name, change in changes.items() if change is not None}
-        summary["seconds"] = seconds
-        partial = path.with_name("summary.json.partial")
-        partial.write_text(json.dumps(finite(summary, "summary"), indent=2) + "\n", encoding="utf-8")
-        os.replace(partial, path)
-        return summary
+            run.note(made, when)
+            self._watch(Evaluated(run.state.step, when, made.held_out()))

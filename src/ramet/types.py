@@ -27,6 +27,7 @@ class Key:
 
     `TOKENS` [B, L], `MASK` [B, L] (True on real tokens), `RESPONSE` [B, L] (what the policy sampled), `LOG_PROBS`
     [B, L] (of `RESPONSE`, under the distribution it was sampled from), `GROUP`, `MEMBER` and `PROMPT_INDEX` [B].
+    `STOP` [B] holds no tensor: why the policy stopped, the value of a `StopReason` or None.
     """
 
     TOKENS = "tokens"
@@ -39,6 +40,7 @@ class Key:
     MEMBER = "repeat_index"
     PROMPT_INDEX = "prompt_index"
     REWARD = "reward"
+    STOP = "stop_reason"
 
 
 class Kind(enum.IntEnum):

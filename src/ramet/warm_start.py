@@ -13,7 +13,7 @@ from ramet.config import TrainConfig, WarmStartConfig
 from ramet.episodes import into_forest, play_episodes, starts_of
 from ramet.errors import ConfigError
 from ramet.evaluation import evaluate
-from ramet.events import Event, WarmStarted, WarmStartStep
+from ramet.events import WarmStarted, WarmStartStep, Watcher
 from ramet.forest import Forest
 from ramet.learner import checked_step, micro_batches
 from ramet.policies.reference import ReferencePolicy
@@ -55,7 +55,7 @@ def warm_start(
     prompts_of: Callable[[Sequence[Row]], Prompts],
     play: Playing,
     sampling: Sampling,
-    watcher: Callable[[Event], None],
+    watcher: Watcher,
 ) -> WarmStarted:
     """Minimise the cross-entropy of the task's reference answers, up to a validation score or a number of steps.
 

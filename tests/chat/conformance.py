@@ -1,12 +1,11 @@
-"""Chat templates of many families, what a model of each would write, and what a conversation makes of it."""
+"""Chat templates of many families, and how a model of each would write its turns."""
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,9 @@ from typing import Any
 from tests.chat.vocabularies import vocabulary
 from transformers import PreTrainedTokenizerBase
 
-from ramet.chat import ChatTemplate, Conversation
-from ramet.chat.behind import ids_behind
-from ramet.errors import DataError
 from ramet.types import Message
 
 FOLDER = Path(__file__).parent / "templates"
-ROUNDS = 4
 TOOLS = [
     {
         "type": "function",
@@ -240,11 +235,26 @@ class Turn:
     ended: bool = True
 
 
-def say(family: Family, answer: str, thought: str = "", calls: Sequence[Call] = (), ended: bool = True) -> Turn:
-    """Return a turn of a family's model."""
+def oddly(text: str) -> str:
+    """Return calls in a spelling that no template writes: other spaces."""
+    return next(
+        odd for odd in (text.replace(": ", ":"), text.replace(", ", ","), text.replace("1", " 1")) if odd != text
+    )
+
+
+def say(
+    family: Family,
+    answer: str,
+    thought: str = "",
+    calls: Sequence[Call] = (),
+    ended: bool = True,
+    odd: bool = False,
+) -> Turn:
+    """Return a turn of a family's model; an `odd` one spells its calls in a way of its own."""
     thinking = family.thought.format(thought) if thought or family.always else ""
     if calls:
-        text = thinking + written_calls(family.calls, calls) + family.trail
+        written = written_calls(family.calls, calls)
+        text = thinking + (oddly(written) if odd else written) + family.trail
     else:
         text = thinking + family.said + family.lead + answer + family.trail * ended
     message: dict[str, Any] = {"role": "assistant", "content": text}
@@ -262,74 +272,3 @@ def say(family: Family, answer: str, thought: str = "", calls: Sequence[Call] = 
     else:
         reply = [{"role": "user", "content": REPLY}]
     return Turn(text, message, tuple(reply), ended)
-
-
-def scenarios(family: Family) -> Iterator[tuple[str, list[Message], list[dict[str, Any]], list[Turn]]]:
-    """Yield the name, the prompt, the tools and the turns of each shape of conversation."""
-    user: list[Message] = [{"role": "user", "content": "Where to?"}]
-    system: list[Message] = [{"role": "system", "content": "Answer in one word."}, *user]
-    plain = say(family, ANSWER)
-    call, both = say(family, "", calls=CALLS[:1]), say(family, "", calls=CALLS)
-    yield "plain", user, [], [plain] * ROUNDS
-    yield "system", system, [], [plain] * ROUNDS
-    yield "edges", user, [], [say(family, f"\n {ANSWER} \n")] * ROUNDS
-    yield "empty", user, [], [say(family, "")] * ROUNDS
-    yield "cut", user, [], [say(family, "It is fo", ended=False)] * ROUNDS
-    yield "thinking", user, [], [say(family, ANSWER, thought="Two and two.")] * ROUNDS
-    yield "call", user, TOOLS, [call, plain] * (ROUNDS // 2)
-    yield "parallel", user, TOOLS, [both, plain] * (ROUNDS // 2)
-
-
-@dataclass(frozen=True)
-class Found:
-    """What became of a conversation: how many replies rewrote the past, and whether ids equal the template's own."""
-
-    forks: int
-    same_text: bool
-    same_ids: bool
-    seam: str
-    unwritten: bool
-
-
-def play(template: ChatTemplate, family: Family, scenario: Sequence[Any]) -> tuple[Conversation, str]:
-    """Play the turns, each of its text's own tokens; return the conversation and what stood at the first seam."""
-    _, prompt, tools, turns = scenario
-    talk = Conversation(template, prompt, tools)
-    seam = ""
-    for turn in turns:
-        tokens = ids_behind(lambda text: template.encode(text, opening=False), turn.text, talk._front())
-        if turn.ended:
-            end = template.tokenizer.convert_tokens_to_ids(family.end_of(str(turn.reply[0]["role"])))
-            assert isinstance(end, int)
-            tokens = [*tokens, end]
-        before = len(talk.text)
-        talk.answer(tokens, [-1.0] * len(tokens), 0, ended=turn.ended, read=functools.partial(_meant, turn))
-        talk.reply(turn.reply)
-        if not seam and not talk.forks:
-            seam = talk.text[before + len(turn.text) :]
-    return talk, seam
-
-
-def _meant(turn: Turn, text: str) -> Message:
-    return turn.message
-
-
-def measure(family: Family, kind: str = "bytes") -> dict[str, Found | str]:
-    """Play every scenario; what a template refuses is the text of its refusal."""
-    found: dict[str, Found | str] = {}
-    template = ChatTemplate(tokenizer_of(family, kind), family.options)
-    for scenario in scenarios(family):
-        try:
-            talk, seam = play(template, family, scenario)
-        except DataError as error:
-            found[scenario[0]] = str(error)
-            continue
-        parting = talk.verify()
-        found[scenario[0]] = Found(
-            forks=len(talk.forks),
-            same_text=parting is None or parting.token is not None,
-            same_ids=parting is None,
-            seam=seam,
-            unwritten=any(not segment.faithful for segment in talk._segments),
-        )
-    return found

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.chat.conformance import FAMILIES, ROUNDS, TOOLS, Family, scenarios, tokenizer_of
+from tests.chat.conformance import FAMILIES, TOOLS, Family, tokenizer_of
+from tests.chat.measured import ROUNDS, held, rendered, scenarios
 from tests.chat.oracle import PlainConversation
 
 from ramet.chat import ChatTemplate, Conversation
@@ -126,3 +128,94 @@ def test_what_a_familys_model_writes_is_what_the_plain_way_makes_of_it(family: F
         except DataError:
             continue
         assert [list(zip(piece.tokens, piece.kinds, strict=True)) for piece in talk.pieces] == plain.pieces
+
+
+def markers(family: Family) -> st.SearchStrategy[str]:
+    """Texts that hold what the template itself looks for or writes."""
+    own = st.sampled_from([*family.special, family.bos, family.eos, family.end])
+    return st.one_of(TEXTS, own, st.tuples(TEXTS, own, TEXTS).map("".join))
+
+
+def check_columns(talk: Conversation, sampled: list[tuple[int, float, int]]) -> None:
+    """Each piece has one entry a token in each column, and what was sampled is marked so, once, in order."""
+    found = []
+    for piece in talk.pieces:
+        assert len({len(piece.tokens), len(piece.kinds), len(piece.log_probs), len(piece.versions)}) == 1
+        for entry in zip(piece.tokens, piece.kinds, piece.log_probs, piece.versions, strict=True):
+            token, kind, log_prob, version = entry
+            if kind is Kind.SAMPLED:
+                found.append((token, log_prob, version))
+            else:
+                assert math.isnan(log_prob)
+                assert version == -1
+    assert found == sampled
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: f"{family.name}-{family.package}")
+@given(data=st.data())
+@settings(max_examples=12, deadline=None)
+def test_after_each_turn_the_ids_are_those_of_the_templates_own_rendering(family: Family, data: st.DataObject) -> None:
+    """With one token a character, so that no answer can be written in other tokens; else the texts are equal.
+
+    Contents hold the template's own markers; turns have calls and results, several at once, or none; a piece is what
+    the template wrote when it began, and what was sampled and written behind that.
+    """
+    kind = data.draw(st.sampled_from(["characters", "characters", "bytes", "pieces"]), "kind")
+    try:
+        template = template_of(family, kind)
+    except LookupError as error:
+        pytest.skip(str(error))
+    texts = markers(family)
+    whole_tokens = [*family.special, family.bos, family.eos]
+    offered = TOOLS if data.draw(st.booleans(), "tools") else []
+    prompt: list[Message] = [{"role": "user", "content": data.draw(texts, "question")}]
+    if data.draw(st.booleans(), "system"):
+        prompt = [{"role": "system", "content": data.draw(texts, "system prompt")}, *prompt]
+    exact = kind == "characters" and family.name != "SmolLM2"
+    sampled: list[tuple[int, float, int]] = []
+    try:
+        talk = Conversation(template, prompt, offered)
+    except DataError:
+        return
+    begun = list(talk.piece.tokens)
+    for number in range(data.draw(st.integers(0, 4), "turns")):
+        _, ended, calls, reply = data.draw(turns(), "turn")
+        tokens = template.encode(data.draw(texts, "answer"), opening=False)
+        end = template.tokenizer.convert_tokens_to_ids(family.end)
+        assert isinstance(end, int)
+        tokens = [*tokens, end] if ended else tokens
+        log_probs = [-1.0 - number - at / 100 for at in range(len(tokens))]
+        talk.answer(tokens, log_probs, number, ended=ended, read=functools.partial(reader, calls))
+        sampled += zip(tokens, log_probs, [number] * len(tokens), strict=True)
+        check_columns(talk, sampled)
+        pieces, before, said = len(talk.pieces), list(talk.piece.tokens), len(talk.messages)
+        try:
+            talk.reply(reply)
+        except DataError:
+            assert (len(talk.pieces), talk.piece.tokens, len(talk.messages)) == (pieces, before, said)
+            return
+        check_columns(talk, sampled)
+        assert talk.messages[said:] == reply
+        assert talk.pieces[pieces - 1].tokens[: len(before)] == before
+        assert before[: len(begun)] == begun
+        if len(talk.pieces) > pieces:  # the piece before holds nothing behind its last answer
+            assert talk.pieces[pieces - 1].tokens == before
+            assert set(talk.piece.kinds) == {Kind.PROMPT}
+            begun = list(talk.piece.tokens)
+        assert len(talk.forks) == len(talk.pieces) - 1
+        view = talk._settled
+        assert len(view) == len(talk.messages)
+        assert all(  # a turn goes in as it was understood, or as the text that it is
+            one == other or (one["role"] == other["role"] == "assistant" and set(one) == {"role", "content"})
+            for one, other in zip(view, talk.messages, strict=True)
+        )
+        assert talk.text == rendered(template, view, offered, tokenize=False)
+        if exact and held(talk) != rendered(template, view, offered, tokenize=True):
+            parting = (
+                talk.verify()
+            )  # said, not hidden: an answer was cut inside a text that is one token of the template's
+            assert parting is not None
+            assert parting.token is not None
+            assert any(
+                template.decode(before).endswith(mark[:cut]) for mark in whole_tokens for cut in range(1, len(mark))
+            )

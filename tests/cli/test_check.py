@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from ramet.checking import Finding, Report
 from ramet.cli import check as check_module
 from ramet.cli import main as cli
 from ramet.tasks import Task
-from ramet.tasks.check import Report
-from ramet.tasks.repeating import Finding
 
 TASKS = """
 from ramet.tasks import Task
@@ -59,7 +58,7 @@ def test_a_task_that_is_right_passes(tasks: str) -> None:
 
 def test_a_reference_that_earns_nothing_fails(tasks: str, monkeypatch: pytest.MonkeyPatch) -> None:
     elsewhere = Finding("seed", None, "not looked at, for it takes long")
-    monkeypatch.setattr("ramet.tasks.repeating.seeds", lambda build, seed: elsewhere)
+    monkeypatch.setattr("ramet.checking.repeating.seeds", lambda build, seed: elsewhere)
     done = check(f"{tasks}:wrong", "--episodes", "4", "--json")
     assert done.exit_code == 1
     found = json.loads(done.stdout)
@@ -76,10 +75,11 @@ def test_what_is_asked_reaches_the_check(tasks: str, monkeypatch: pytest.MonkeyP
         return Report(task.name, (Finding("rows", None, "\x1b"),))
 
     monkeypatch.setattr(check_module, "check_task", check_task)
-    done = check(f"{tasks}:good", "--episodes", "4", "--full", "2", "--seed", "3")
+    done = check(f"{tasks}:good", "--episodes", "4", "--full", "2", "--seed", "3", "--tool-seconds", "0.5")
     assert (done.exit_code, done.stdout) == (0, "task good: proved\n  skipped  rows: \\x1b\n")
     build = asked.pop("build")
-    assert asked == {"episodes": 4, "full": 2.0, "seed": 3}
+    limits = {"episode_seconds": 60.0, "tool_seconds": 0.5, "score_seconds": 60.0}
+    assert asked == {"episodes": 4, "full": 2.0, "seed": 3, **limits}
     assert build(7).held_out[0]["prompt"] == "8+1="
     assert pickle.loads(pickle.dumps(build))(7).name == "good"  # so that another process can build it
 
@@ -88,3 +88,23 @@ def test_a_task_that_is_not_there_is_no_failed_check() -> None:
     done = check("sortin")
     assert done.exit_code == 2
     assert 'did you mean "sorting"?' in done.stderr
+
+
+def test_a_task_that_hangs_fails_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere = Finding("seed", None, "not looked at, for it takes long")
+    monkeypatch.setattr("ramet.checking.repeating.seeds", lambda build, seed: elsewhere)
+    path = tmp_path / "waits.py"
+    waits = "async def waits(episode):\n    import asyncio\n    await asyncio.get_running_loop().create_future()\n\n\n"
+    path.write_text(f'{TASKS}\n\n{waits}waiting = Task("waiting", ROWS, [], right, answer=answer, reply=waits)\n')
+    done = check(f"{path}:waiting", "--episodes", "2", "--episode-seconds", "0.2")
+    assert done.exit_code == 1
+    assert "\n  FAILED   episodes: reply hung: the row " in done.stdout
+    assert "\n  skipped  interleaved: not looked at: reply hung\n" in done.stdout
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf"])
+def test_a_limit_is_above_nothing(tasks: str, seconds: str) -> None:
+    done = check(f"{tasks}:good", "--score-seconds", seconds)
+    assert done.exit_code == 2
+    assert "score_seconds must be a finite number of seconds above 0: found" in done.stderr
+    assert "--score-seconds" in done.stderr

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+import math
+import os
+import signal
+import subprocess
+import sys
 import threading
+import time
 import tomllib
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,8 +27,12 @@ from ramet.cli.eval import _Progress
 from ramet.cli.play import read_line
 from ramet.metrics import Interval, mean_pass_at_k, read, wilson
 
+SRC = Path(__file__).resolve().parents[2] / "src"
+
 # Each row says which of its samples are right, by member: "10" is right the first time and wrong the second.
 TASKS = """
+import asyncio
+
 from ramet.tasks import Task
 from ramet.types import Outcome
 
@@ -72,9 +82,16 @@ def fails(episode):
     raise KeyError("gone")
 
 
+async def hang(row, rng):
+    if row["prompt"] == "2?":
+        await asyncio.sleep(3600)
+
+
 members = Task("members", ROWS, ROWS, by_member, answer=words, chance=0.25)
 halves = Task("halves", ROWS, ROWS, half_marks, answer=words)
 mixed = Task("mixed", ROWS, ROWS, moody, answer=words)
+wide = Task("wide", ROWS, ROWS, lambda sample: 10.0 * sample.group - 5.0, answer=words)
+hanging = Task("hanging", ROWS, ROWS, by_member, answer=words, begin=hang)
 broken = Task("broken", ROWS, ROWS, nonsense, answer=words)
 mute = Task("mute", ROWS, ROWS, by_member)
 talk = Task("talk", ROWS, ROWS, ended_well, begin=begin, reply=reply, max_turns=3, player=player)
@@ -155,16 +172,27 @@ def test_the_tables_for_people(at: Path) -> None:
     assert lines[0] == "mixed, reference: 3 held-out problems, 2 samples of each"
     assert lines[2] == "score 0.500 (0.095 to 0.905) 2 of 3"
     assert lines[5] == "of 6 rollouts: 0 truncated, 1 abstained, 1 failed"
-    assert lines[7] == "level problems score pass@1 pass@2"
+    assert lines[7] == "level problems score pass@1 pass@2 without a score"
+    assert lines[8].endswith(" 0 of 2")
     assert lines[9].startswith("10 1 0.000")
+    assert lines[9].endswith(" 2 of 4")
     assert "a rollout passes with a score of 1 or more" in lines[-2]
     assert lines[-1] == "rollouts: runs/e/rollouts.jsonl"
     assert done.stderr.splitlines() == [
-        "6 of 6 episodes, mean score 0.500",
+        "6 of 6 episodes, mean score 0.500, 2 without a score",
         "warning: held-out rows are training rows as well, and a model trained on them knows them",
         "1 without a score: no judge",
         "1 without a score: moody returned None",
     ]
+
+
+def test_scores_outside_0_and_1_are_cut_nowhere(at: Path) -> None:
+    """-5, 5 and 15: a mean of 5 with a deviation of 10, and Student's 4.302653 of two degrees of freedom."""
+    summary = found(reference("wide", "--json"))
+    half = 4.302653 * 10 / math.sqrt(3)
+    assert summary["score"]["value"] == 5.0
+    assert [summary["score"][end] for end in ("low", "high")] == pytest.approx([5 - half, 5 + half], abs=1e-5)
+    assert summary["pass_at_k"]["1"]["value"] == pytest.approx(2 / 3)
 
 
 def test_where_nothing_has_a_score_it_says_why_and_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,6 +281,29 @@ def test_ctrl_c_keeps_what_was_played(at: Path, monkeypatch: pytest.MonkeyPatch)
     assert len(read(at / "runs" / "e" / "rollouts.jsonl")) == 1
 
 
+def test_a_signal_ends_it_and_keeps_what_was_played(at: Path) -> None:
+    """A real one, in a process of its own, while the last of three episodes hangs."""
+    words = ["eval", "mine.py:hanging", "--policy", "reference", "--name", "e"]
+    environment = {**os.environ, "PYTHONPATH": str(SRC), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ramet.cli.main", *words],
+        env=environment, cwd=at, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    rollouts = at / "runs" / "e" / "rollouts.jsonl"
+    try:
+        while not rollouts.is_file() or len(rollouts.read_text(encoding="utf-8").splitlines()) < 2:
+            assert process.poll() is None, process.communicate()[1]
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        shown, told = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.communicate()
+    assert (process.returncode, shown) == (130, "")
+    assert told == "stopped after 2 of 3 episodes: runs/e/rollouts.jsonl\n"
+    assert sorted(line["group"] for line in read(rollouts)) == [0, 1]
+
+
 def test_a_folder_in_which_nothing_was_written_goes(at: Path) -> None:
     done = evaluate("mine.py:members", "--policy", "person")
     assert done.exit_code == 130
@@ -281,7 +332,9 @@ def test_progress_is_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch, capsys
     for seconds, score in ((1.0, None), (5.0, 1.0), (6.0, 0.0), (7.0, 0.5)):
         now[0] = seconds
         progress({"score": score})
-    assert capsys.readouterr().err == ("2 of 4 episodes, mean score 1.000\n4 of 4 episodes, mean score 0.500\n")
+    assert capsys.readouterr().err == (
+        "2 of 4 episodes, mean score 1.000, 1 without a score\n4 of 4 episodes, mean score 0.500, 1 without a score\n"
+    )
 
 
 # ---------------------------------------------------------------- who plays

@@ -157,3 +157,14 @@ def test_the_interval_of_scores_that_are_0_or_1_stays_between_them(folder: Path)
     assert change["old"]["value"] == change["new"]["value"] == 7 / 8
     assert change["old"]["high"] == change["new"]["high"] == 1.0
     assert 0.0 < change["old"]["low"] < 7 / 8
+
+
+def test_the_ends_of_a_run_that_was_made_longer_are_told_apart(folder: Path) -> None:
+    lines = [record("before", 0, "5", 0.0), record("after", 0, "5", 0.0, step=2), record("after", 0, "4", 1.0, step=4)]
+    (folder / "rollouts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    found = json.loads(rescore(folder, "lenient", "--json").stdout)["rollouts"]
+    assert [(change["rollouts"], change["new"]["value"]) for change in found] == [
+        ("before, greedy", 0.0),
+        ("after 2 steps, greedy", 0.0),
+        ("after 4 steps, greedy", 1.0),
+    ]

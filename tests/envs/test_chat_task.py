@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import pickle
 import random
 from typing import Any
@@ -24,9 +23,11 @@ from ramet.ragged import rows
 from ramet.rollouts import collect
 from ramet.tasks import Task
 from ramet.tasks.task import rng_of
-from ramet.types import Episode, Kind, Outcome, OutcomeKind, Sample, Sampling, StopReason
+from ramet.types import Episode, Kind, Outcome, Sample, Sampling, StopReason
 
 ROWS = [{"prompt": "1+1?", "answer": "2"}, {"prompt": [user("2+2?")], "answer": "4"}]
+TALKS = [{**ROWS[0], "prompt": [user("1+1?")]}, ROWS[1]]
+"""The same, through the template: a prompt that is text goes on as text."""
 
 
 def right(sample: Sample) -> float:
@@ -39,8 +40,8 @@ def hint(episode: Episode) -> str | None:
 
 def task_of(reply: Any = hint, **options: Any) -> Task:
     given: dict[str, Any] = {"max_turns": 3, **options}
-    score = given.pop("score", right)
-    return Task("sums", ROWS, ROWS, score, reply=reply, **given)
+    score, data = given.pop("score", right), given.pop("data", ROWS)
+    return Task("sums", data, data, score, reply=reply, **given)
 
 
 def begun(mode: Any, task: Task, count: int = 2, **options: Any) -> tuple[ChatEnv, TensorDictBase]:
@@ -115,7 +116,7 @@ def test_a_task_of_one_turn_ends_with_it() -> None:
 @settings(max_examples=15, deadline=None)
 @given(said=st.lists(st.lists(st.text("ab !", max_size=3), min_size=2, max_size=2), min_size=1, max_size=4))
 def test_after_any_number_of_turns_a_row_is_what_the_template_writes(mode: str, said: list[list[str]]) -> None:
-    env, td = begun(mode, task_of(lambda episode: f"and {episode.turns}", max_turns=9))
+    env, td = begun(mode, task_of(lambda episode: f"and {episode.turns}", max_turns=9, data=TALKS))
     for texts in said:
         td = on(env, td, mode, *texts)
         found = [marked(talk) for talk in rows(td, HISTORY)]
@@ -125,7 +126,7 @@ def test_after_any_number_of_turns_a_row_is_what_the_template_writes(mode: str, 
 @pytest.mark.parametrize("mode", ["text", "tokens"])
 def test_a_template_that_rewrites_what_was_said_makes_the_row_anew(mode: Any) -> None:
     tokenizer = tokenizer_with(FORGETS)
-    env = ChatEnv(input_mode=mode, tokenizer=tokenizer, task=task_of(max_turns=5))
+    env = ChatEnv(input_mode=mode, tokenizer=tokenizer, task=task_of(max_turns=5, data=TALKS))
     td = env.reset(TensorDict({"prompt_index": torch.tensor([0, 1])}, [2]))
     for texts in (["think!5", "5"], ["6", "why!6"]):
         td = on(env, td, mode, *texts)
@@ -145,13 +146,13 @@ def test_what_a_reward_is_shown() -> None:
         return 0.5
 
     eos = int(TOKENIZER.eos_token_id)
-    env, td = begun("tokens", task_of(score=score, begin=lambda row, rng: "mine"), count=1)
+    env, td = begun("tokens", task_of(score=score, begin=lambda row, rng: "mine", data=TALKS), count=1)
     td = td.set("group_id", torch.tensor([7])).set("repeat_index", torch.tensor([3]))
     td = env.reset(td)
     td = on(env, td, "tokens", "x")
     env.step(td.set(("tokens", "response"), torch.tensor([[*ids("2"), eos]])))
     (sample,) = seen
-    assert sample.prompt == "1+1?"
+    assert sample.prompt == [user("1+1?")]
     assert sample.completion == "2"
     assert sample.prompt_tokens == tuple(ids(marked([user("1+1?")])))
     assert sample.completion_tokens == (*ids("x"), *ids("2"), eos)
@@ -247,107 +248,6 @@ def test_a_state_that_can_not_be_copied_goes_on_once_and_is_closed_once() -> Non
     assert [one.closed for one in made] == [1, 1, 1]
 
 
-# ---------------------------------------------------------------- failures, async functions, tools
-
-
-def test_a_function_that_raises_costs_its_own_row() -> None:
-    def reply(episode: Episode) -> str:
-        if episode.text == "boom":
-            raise KeyError("lost")
-        if episode.text == "late":
-            raise TimeoutError("slow")
-        return "more"
-
-    env, td = begun("tokens", task_of(reply), count=4)
-    found = step(env, td, "tokens", "boom", "late", "fine", "")
-    kinds = [None if one is None else one.kind for one in rows(found, "outcome")]
-    assert kinds == [OutcomeKind.ERROR, OutcomeKind.TIMED_OUT, None, None]
-    assert rows(found, "outcome")[0].reason == "reply: KeyError: 'lost'"
-    assert found["truncated"].flatten().tolist() == [True, True, False, False]
-    assert found["terminated"].flatten().tolist() == [False] * 4
-    assert found["reward"].flatten().tolist() == [0.0] * 4
-
-
-def test_a_begin_that_raises_ends_its_row_with_the_first_step() -> None:
-    def begin(row: Any, rng: random.Random) -> None:
-        if row["answer"] == "4":
-            raise OSError("gone")
-
-    env, td = begun("text", task_of(begin=begin))
-    assert td["done"].tolist() == [[False], [False]]
-    found = step(env, td, "text", "x", "4")
-    assert [one and one.kind for one in rows(found, "outcome")] == [None, OutcomeKind.ERROR]
-    assert found["truncated"].tolist() == [[False], [True]]
-    assert len(rows(found, HISTORY)[1]) == 1
-
-
-def test_a_score_that_raises_costs_its_own_row() -> None:
-    def score(sample: Sample) -> float:
-        return 1 / (sample.completion != "2")
-
-    env, td = begun("history", task_of(score=score))
-    found = step(env, td, "history", "2", "4")
-    assert [one.kind for one in rows(found, "outcome")] == [OutcomeKind.ERROR, OutcomeKind.SCORED]
-    assert found["terminated"].tolist() == [[True], [True]]
-    assert found["reward"].tolist() == [[0.0], [1.0]]
-
-
-def test_a_reply_that_is_no_reply_is_a_mistake_of_the_program() -> None:
-    env, td = begun("history", task_of(lambda episode: 7))
-    with pytest.raises(TypeError, match=r"of the task 'sums' must return text.*found '7' of type int"):
-        env.step(say(td, "history", ["1", "2"]))
-
-
-def test_async_functions_run_together() -> None:
-    """All rows are in the reply at once: each waits until the last has come."""
-    waiting: list[str] = []
-    everybody = asyncio.Event()
-
-    async def reply(episode: Episode) -> str | None:
-        waiting.append(episode.text)
-        if len(waiting) == 3:
-            everybody.set()
-        await asyncio.wait_for(everybody.wait(), 20)
-        return None
-
-    async def score(sample: Sample) -> float:
-        await asyncio.sleep(0)
-        return float(len(sample.completion))
-
-    env, td = begun("tokens", task_of(reply, score=score), count=3)
-    found = step(env, td, "tokens", "a", "bb", "")
-    assert sorted(waiting) == ["", "a", "bb"]
-    assert found["reward"].flatten().tolist() == [1.0, 2.0, 0.0]
-    env.close()
-    env.close()
-
-
-def test_tools_are_run_and_answer_before_the_reply_is_asked() -> None:
-    def add(a: int, b: int) -> int:
-        """Add two numbers."""
-        return a + b
-
-    asked: list[str] = []
-
-    def reply(episode: Episode) -> str | None:
-        asked.append(episode.text)
-        return None
-
-    task = Task("sums", ROWS, ROWS, right, reply=reply, tools=[add], max_turns=3)
-    for mode in MODES:
-        env, td = begun(mode, task)
-        call = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 1}}</tool_call>'
-        after = on(env, td, mode, call, "4")
-        assert after["done"].tolist() == [[False], [True]]
-        answer = rows(after, HISTORY)[0][-1]
-        assert (answer["role"], answer["content"]) == ("tool", "2")
-        last = step(env, after, mode, "2", "")
-        assert last["reward"].tolist() == [[1.0], [0.0]]
-        assert asked == ["4", "2"]
-        asked.clear()
-        env.close()
-
-
 # ---------------------------------------------------------------- where rows come from
 
 
@@ -404,7 +304,7 @@ def collected(tokenizer: Any, answers: list[str]) -> Forest:
     env = ChatEnv(
         input_mode="tokens",
         tokenizer=tokenizer,
-        task=task_of(),
+        task=task_of(data=TALKS),
         observation_key="tokens",
         action_key="tokens_response",
     )

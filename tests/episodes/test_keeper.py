@@ -12,9 +12,9 @@ import pytest
 from tests.episodes import clock
 from tests.episodes.stage import PLAIN, saying, task
 
+from ramet.concurrency import Calls
 from ramet.episodes import Rules, Start, play
 from ramet.episodes.keeper import Keeper
-from ramet.episodes.loop import Calls
 from ramet.types import Completion, Request, Sampling, StopReason
 
 

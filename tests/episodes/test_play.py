@@ -29,8 +29,8 @@ from tests.episodes.stage import (
 )
 
 from ramet.episodes import Rules, Start, WrongReply, play
-from ramet.episodes.replies import as_messages
 from ramet.errors import RewardError
+from ramet.tasks.replies import as_messages
 from ramet.tasks.task import rng_of
 from ramet.tools.toolbox import Toolbox
 from ramet.types import Completion, Episode, Kind, OutcomeKind, Request, Sampling, StopReason

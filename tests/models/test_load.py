@@ -11,6 +11,7 @@ import torch
 
 from ramet.errors import ConfigError, ModelError
 from ramet.models import check_vocabulary, load_model, pick_device
+from ramet.models.load import load_tokenizer
 from ramet.models.smollm2 import cache_folder, smollm2_folder
 from ramet.models.tiny import tiny_llama, tiny_tokenizer
 
@@ -188,3 +189,33 @@ def test_smollm2_is_converted_once_and_talks(tmp_path: Path, monkeypatch: pytest
         [{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True
     )
     assert text.endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_a_chat_template_comes_from_a_file(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "mine.jinja"
+    path.write_text("{% for m in messages %}<{{ m.content }}>{% endfor %}", encoding="utf-8")
+    _, own = load_model(str(folder))
+    assert own.chat_template is None
+    found = [
+        load_model(str(folder), chat_template=path)[1],
+        load_model("tiny-llama", options=SMALL, chat_template=str(path))[1],
+        load_tokenizer(str(folder), chat_template=path),
+    ]
+    for tokenizer in found:
+        assert tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False) == "<x>"
+
+
+@pytest.mark.parametrize("content", [None, b" \n", b"\xff"])
+def test_a_chat_template_that_is_none_is_refused(content: bytes | None, tmp_path: Path) -> None:
+    path = tmp_path / "mine.jinja"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"model\.chat_template: .*mine\.jinja can not be read") as raised:
+        load_model("tiny-llama", options=SMALL, chat_template=path)
+    assert "Jinja file" in str(raised.value.hint)
+
+
+@pytest.mark.parametrize("name", ["", "no/such"])
+def test_a_tokenizer_that_is_not_there_is_a_clear_error(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="can not load a tokenizer from"):
+        load_tokenizer(str(tmp_path / name) if name else name)

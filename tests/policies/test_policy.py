@@ -92,6 +92,7 @@ def test_an_actor_asks_for_no_row_that_is_done() -> None:
     out = Actor(policy, Sampling(max_new_tokens=5))(td)
     assert [row.tolist() for row in ragged.rows(out, Key.RESPONSE)] == [[1, 1], [], [3, 3]]
     assert [request.draw.prompt for request in policy.asked] == [0, 2]
+    assert out[Key.STOP] == ["eos", None, "eos"], "and says why it stopped where it was asked"
     td["done"] = torch.ones(3, 1, dtype=torch.bool)
     assert [row.tolist() for row in ragged.rows(Actor(policy, Sampling(5))(td), Key.RESPONSE)] == [[], [], []]
 

@@ -14,12 +14,12 @@ from tests.policies import scripted_server as scripted
 from tests.policies.scripted_server import CONTEXT, MODEL, Script, ScriptedServer, Seen, changed, says
 
 from ramet.errors import ConfigError, ModelError, ServerError
+from ramet.http import Retries
 from ramet.models.tiny import tiny_tokenizer
 from ramet.policies.policy import by_row
 from ramet.policies.server import ServerPolicy
 from ramet.policies.server.facts import ServerFacts
 from ramet.policies.server.requests import text_body
-from ramet.policies.server.retries import Retries
 from ramet.types import Completion, Draw, Message, Request, Sampling, StopReason
 
 AT_ONCE = Retries(count=2, first=0.0, longest=0.0)
@@ -342,6 +342,10 @@ def test_text_without_a_tokenizer_is_refused(texts: ScriptedServer) -> None:
         (says({"choices": []}), "completions have no choices"),
         (says({"choices": [{"text": "a"}]}), "completions have no token_ids"),
         (says({"choices": [{"token_ids": [1], "logprobs": None}]}), "completions have no log-probs"),
+        (
+            says({"choices": [{"token_ids": [1, 2], "logprobs": {"token_logprobs": [-1.0]}}]}),
+            "completions have 1 log-probs for 2 tokens",
+        ),
     ],
 )
 def test_tokens_that_were_asked_for_must_be_there(server: ScriptedServer, script: Script, words: str) -> None:
@@ -363,6 +367,52 @@ def test_a_model_that_is_not_served_is_named_with_those_that_are(server: Scripte
     server.checks["/v1/completions"] = says({"error": {"message": "no model gpt"}}, 404)
     with pytest.raises(ServerError, match="no model gpt; it serves served"):
         ServerPolicy(server.url, model="gpt", tokenizer=tiny_tokenizer(), retries=AT_ONCE).check()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model": "other"}, "was asked for 'served' and answers as 'other'"),
+        ({"choices": [{"token_ids": [3, 30], "logprobs": {"token_logprobs": [-1, -1]}}]}, "samples token 30, and"),
+    ],
+)
+def test_another_model_is_found_out_at_the_start(
+    server: ScriptedServer, changes: dict[str, object], words: str
+) -> None:
+    async def check(seen: Seen, writer: asyncio.StreamWriter) -> None:
+        await says({**scripted.completion(seen), **changes})(seen, writer)
+
+    server.checks["/v1/completions"] = check
+    for api in ("auto", "tokens"):
+        with pytest.raises(ServerError, match=words):
+            policy_for(server, vocabulary=30, api=api).check()
+
+
+def test_another_tokenizer_is_found_out_at_the_start(server: ScriptedServer) -> None:
+    """Where the server says how it tokenises, as vLLM does."""
+    own = tiny_tokenizer()
+    asked: list[object] = []
+
+    def tokenises(change: dict[int, int]) -> Script:
+        async def script(seen: Seen, writer: asyncio.StreamWriter) -> None:
+            asked.append({key: seen.body[key] for key in ("model", "add_special_tokens")})
+            ids = own(seen.body["prompt"], add_special_tokens=False)["input_ids"]
+            await says({"tokens": [change.get(token, token) for token in ids]})(seen, writer)
+
+        return script
+
+    policy = policy_for(server, tokenizer=own)
+    server.always["/tokenize"] = tokenises({})
+    assert policy.check().tokens
+    server.always["/tokenize"] = tokenises({own.convert_tokens_to_ids("q"): 80})
+    with pytest.raises(ConfigError, match=r"has another tokenizer than this run: .*, \[80, .* at 7, and this run"):
+        policy.check()
+    with pytest.raises(ConfigError, match="has another tokenizer"):
+        ask(policy)
+    assert asked[0] == {"model": MODEL, "add_special_tokens": False}
+    for silent in (says({}), says([1]), says({"error": "x"}, 404)):
+        server.always["/tokenize"] = silent
+        assert policy.check().tokens
 
 
 def test_a_list_of_models_that_is_missing_or_odd_is_no_fault(server: ScriptedServer) -> None:
@@ -464,6 +514,8 @@ def test_what_is_no_url_is_refused(url: str, words: str) -> None:
         ({"concurrency": True}, "a whole number from 1 on, found True"),
         ({"timeout": 0}, "seconds above 0, found 0"),
         ({"timeout": float("nan")}, "seconds above 0, found nan"),
+        ({"outage": -1.0}, "seconds from 0 on, found -1.0"),
+        ({"outage": float("inf")}, "seconds from 0 on, found inf"),
         ({"api_key": "key\n"}, "printable ASCII"),
         ({"api": "text"}, "needs a tokenizer"),
     ],

@@ -17,10 +17,10 @@ from tests.policies import scripted_server as scripted
 from tests.policies.scripted_server import MODEL, Script, ScriptedServer, changed, good, head, says, sends
 
 from ramet.errors import ServerError
+from ramet.http import Retries
+from ramet.http import exchange as server_http
+from ramet.http import retries as server_retries
 from ramet.policies.server import ServerPolicy
-from ramet.policies.server import http as server_http
-from ramet.policies.server import retries as server_retries
-from ramet.policies.server.retries import Retries
 from ramet.types import Completion, Draw, Request, Sampling, StopReason
 
 AT_ONCE = Retries(count=2, first=0.0, longest=0.0)
@@ -33,8 +33,10 @@ def server() -> Iterator[ScriptedServer]:
         yield running
 
 
-def policy_for(server: ScriptedServer, *, retries: Retries = AT_ONCE, timeout: float = 5.0) -> ServerPolicy:
-    return ServerPolicy(server.url, model=MODEL, retries=retries, timeout=timeout, vocabulary=30)
+def policy_for(
+    server: ScriptedServer, *, retries: Retries = AT_ONCE, timeout: float = 5.0, outage: float = 600.0
+) -> ServerPolicy:
+    return ServerPolicy(server.url, model=MODEL, retries=retries, timeout=timeout, outage=outage, vocabulary=30)
 
 
 def request(row: int = 0, sampling: Sampling | None = None) -> Request:
@@ -192,7 +194,7 @@ def test_a_second_answer_on_the_wire_is_nobodys(server: ScriptedServer) -> None:
 
 def test_a_port_that_refuses_is_asked_again_and_costs_its_rows_alone() -> None:
     with scripted.served() as gone:
-        policy = policy_for(gone)
+        policy = policy_for(gone, outage=0.0)
         assert content(ask(policy)) == RIGHT
     with pytest.warns(UserWarning, match=r"3 of 3 rows have no answer: POST .*ConnectError.*\(3 tries\)"):
         found = list(policy.complete([request(row) for row in range(3)]))

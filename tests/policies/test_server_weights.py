@@ -16,9 +16,9 @@ from tests.policies.scripted_server import MODEL, Script, ScriptedServer, Seen, 
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ramet.errors import ServerError
+from ramet.http import Retries
 from ramet.policies.policy import by_row
 from ramet.policies.server import ServerPolicy
-from ramet.policies.server.retries import Retries
 from ramet.policies.server.weights import BETWEEN, compare, log_probs_of, save_weights
 from ramet.types import Completion, Draw, Request, Sampling, StopReason
 
@@ -182,6 +182,29 @@ def test_a_server_that_keeps_its_weights_is_found_out(
     assert versions(rows(policy)) == {1}
 
 
+def test_a_row_that_waited_for_a_first_update_which_failed_is_not_answered_by_nobodys_weights(
+    server: FakeVLLM, policy: ServerPolicy, models: list[PreTrainedModel]
+) -> None:
+    async def play() -> None:
+        await policy.check_async()
+        server.deaf = True
+        waiting: list[asyncio.Task[Completion]] = []
+
+        async def asks_meanwhile(seen: Seen, writer: asyncio.StreamWriter) -> None:
+            loop.call_soon_threadsafe(lambda: waiting.append(loop.create_task(policy.answer(request()))))
+            await asyncio.sleep(0.01)
+            await server.reload(seen, writer)
+
+        loop = asyncio.get_running_loop()
+        server.next(asks_meanwhile, path="/collective_rpc")
+        with pytest.raises(ServerError, match="after the update"):
+            await policy.update_async(models[1])
+        with pytest.raises(ServerError, match="an update failed half-way"):
+            await waiting[0]
+
+    asyncio.run(play())
+
+
 @pytest.mark.parametrize("step", [0, 1, 2, 3, 4, 5])
 @pytest.mark.parametrize("fault", [says({"error": "broken"}, 500), NOT_THERE, scripted.reset])
 def test_an_update_that_fails_at_any_step_leaves_the_version_before(
@@ -276,6 +299,26 @@ def test_weights_of_another_run_are_told_unless_they_are_replaced(
         other.update(models[1])
         rows(other)
         other.close()
+
+
+def test_two_runs_on_one_server_are_found_out_by_the_first_which_undoes_nothing(
+    server: FakeVLLM, policy: ServerPolicy, models: list[PreTrainedModel]
+) -> None:
+    policy.update(models[1])
+    other = ServerPolicy(server.url, model=MODEL, retries=AT_ONCE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        other.update(models[2])
+    loads = len(server.asked("/collective_rpc"))
+    with pytest.raises(ServerError, match="has weights that another run put there since, called 'ramet-"):
+        asyncio.run(policy.answer(request()))
+    with pytest.raises(ServerError, match="another run put there since") as raised:
+        policy.update(models[0])
+    assert raised.value.hint == "give each run a server of its own"
+    assert len(server.asked("/collective_rpc")) == loads
+    found = rows(other)
+    assert all(is_of(models[2], one) for one in found)
+    other.close()
 
 
 def test_the_method_of_the_extension_is_used_where_it_is_loaded(

@@ -236,6 +236,28 @@ def test_padding_is_told_by_lengths_and_not_by_ids(model: PreTrainedModel) -> No
     assert_close(score(model, forest).log_probs, oracle(model, forest)[0], 1e-5)
 
 
+@pytest.mark.parametrize("family", ["rotary", "absolute"])
+@pytest.mark.parametrize("engine", ["flat", "nodes", "rows"])
+def test_each_engine_tells_padding_by_lengths(tiny: Tiny, engine: Engine, family: str) -> None:
+    """Rows of unlike lengths with eos, which pads, and 0 in their middle, alone and together: within 1e-5, float32."""
+    model = tiny(family, torch.float32)
+    rows = [
+        ([1, EOS, 0], [(Kind.SAMPLED, [7, EOS, 0, 9])]),
+        ([0], [(Kind.SAMPLED, [0, 5, EOS])]),
+        ([EOS, 4], [(Kind.SAMPLED, [3, 0, 8, 8, EOS, 6, 5, 4, 3, 2])]),
+    ]
+    together = forest_of(*rows)
+    found = score(model, together, engine=engine).log_probs
+    assert_close(found, oracle(model, together)[0], 1e-5)
+    for number, row in enumerate(rows):
+        alone = forest_of(row)
+        assert_close(
+            score(model, alone, engine=engine).log_probs[alone.sampled([0]).index],
+            found[together.sampled([number]).index],
+            1e-5,
+        )
+
+
 @pytest.mark.parametrize("ends", [True, False])
 def test_every_sampled_token_and_no_other_is_scored(tiny: Tiny, ends: bool) -> None:
     """With a sampled eos it is scored, once; a full-length answer without eos has exactly its own tokens."""

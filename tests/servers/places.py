@@ -18,8 +18,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.peers import vllm_python as made_vllm_python
+from transformers import PreTrainedModel
+
+from ramet.models.tiny import tiny_llama, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
+CONTEXT = 128
 PATIENCE = 400.0
 """Seconds within which a server must answer after it was started."""
 
@@ -48,6 +52,11 @@ def serving_python() -> Path:
         subprocess.run([str(python), "-m", "pip", "install", "--quiet", "transformers[serving]"], check=True)
         stamp.touch()
     return python
+
+
+def peaked(seed: int) -> PreTrainedModel:
+    """Return a small model whose distributions are far from uniform."""
+    return tiny_llama(tiny_tokenizer(), seed=seed, layers=2, context=CONTEXT, initializer_range=0.2)
 
 
 def free_port() -> int:

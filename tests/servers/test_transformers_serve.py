@@ -10,11 +10,10 @@ import pytest
 import torch
 from tests.servers.places import Running, transformers_serve
 
+from ramet.errors import ServerError
 from ramet.models.tiny import tiny_llama, tiny_tokenizer
 from ramet.policies.policy import by_row
 from ramet.policies.server import ServerPolicy
-from ramet.policies.server.http import ServerError
-from ramet.policies.server.retries import Retries
 from ramet.types import Draw, Request, Sampling, StopReason
 
 pytestmark = pytest.mark.servers
@@ -45,9 +44,7 @@ def request(row: int, sampling: Sampling) -> Request:
 
 
 def test_it_gives_text_and_says_so_and_may_be_killed(server: Running, folder: Path) -> None:
-    policy = ServerPolicy(
-        server.url, model=str(folder), tokenizer=tiny_tokenizer(), retries=Retries(count=400, first=1.0, longest=1.0)
-    )
+    policy = ServerPolicy(server.url, model=str(folder), tokenizer=tiny_tokenizer())
     with pytest.warns(UserWarning, match="gives text and neither token ids nor log-probs"):
         assert not policy.trains
     asked = [request(row, Sampling(12, temperature=0.8, top_p=0.9)) for row in range(6)]

@@ -5,21 +5,19 @@ from __future__ import annotations
 import asyncio
 import copy
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from tests.servers.places import Running, vllm
+from tests.servers.places import CONTEXT, Running, peaked, vllm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ramet.errors import ModelError
+from ramet.errors import ConfigError, ModelError, ServerError
 from ramet.forest import Forest
-from ramet.models.tiny import tiny_llama, tiny_tokenizer
+from ramet.http import Retries
+from ramet.models.tiny import tiny_tokenizer
 from ramet.policies.policy import by_row
 from ramet.policies.server import ServerPolicy
-from ramet.policies.server.http import ServerError
-from ramet.policies.server.retries import Retries
 from ramet.policies.stops import StopWatch, decoder_of
 from ramet.policies.transformers import TransformersPolicy
 from ramet.scoring import score
@@ -30,34 +28,20 @@ pytestmark = [
     # The tests share a server: some of them meet what another one put there.
     pytest.mark.filterwarnings("ignore:.*has weights that another run put there"),
 ]
-CONTEXT = 128
 EXACT = 1e-4
 """How far a server's log-probs in float32 may lie from the model's, in nats; the largest seen is 2e-5."""
-PATIENT = Retries(count=400, first=1.0, longest=1.0)
 HASTY = Retries(count=0)
 
 
-def peaked(seed: int) -> PreTrainedModel:
-    """Return a small model whose distributions are far from uniform."""
-    return tiny_llama(tiny_tokenizer(), seed=seed, layers=2, context=CONTEXT, initializer_range=0.2)
+@pytest.fixture
+def server(tiny_vllm: Running) -> Running:
+    return tiny_vllm
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("tiny")
-    peaked(0).save_pretrained(place)
-    tiny_tokenizer().save_pretrained(place)
-    return place
-
-
-@pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[Running]:
-    with vllm(folder, "--max-model-len", str(CONTEXT), "--max-num-seqs", "16") as running:
-        yield running
-
-
-def policy_for(server: Running, *, retries: Retries | None = None) -> ServerPolicy:
-    return ServerPolicy(server.url, model="policy", tokenizer=tiny_tokenizer(), retries=retries, timeout=120.0)
+def policy_for(server: Running, *, retries: Retries | None = None, outage: float = 600.0) -> ServerPolicy:
+    return ServerPolicy(
+        server.url, model="policy", tokenizer=tiny_tokenizer(), retries=retries, outage=outage, timeout=120.0
+    )
 
 
 def requests(sampling: Sampling, count: int = 8, *, seed: int = 0) -> list[Request]:
@@ -200,6 +184,22 @@ def test_limits_are_told_apart(server: Running, length: int, limit: int, stop: S
         assert (found.stop, len(found.tokens)) == (stop, 0)
 
 
+def test_another_tokenizer_and_another_run_are_found_out(server: Running) -> None:
+    other = tiny_tokenizer()
+    other.add_tokens(["foxes"])
+    with pytest.raises(ConfigError, match="has another tokenizer than this run"):
+        ServerPolicy(server.url, model="policy", tokenizer=other).check()
+    first, second = policy_for(server), policy_for(server)
+    first.update(peaked(1))
+    second.update(peaked(2))
+    asked = requests(Sampling(12))
+    with pytest.raises(ServerError, match="weights that another run put there since"):
+        asyncio.run(first.answer(asked[0]))
+    assert furthest(peaked(2), asked, answers(second, asked)) < EXACT
+    first.close()
+    second.close()
+
+
 def killed_in_the_middle(
     server: Running, policy: ServerPolicy, asked: list[Request], *, again: bool = False
 ) -> list[Completion]:
@@ -214,9 +214,11 @@ def killed_in_the_middle(
     return found
 
 
-def test_a_server_that_is_killed_costs_the_rows_under_way_and_comes_back_with_the_right_weights(folder: Path) -> None:
-    with vllm(folder, "--max-model-len", str(CONTEXT), "--max-num-seqs", "8") as server:
-        hasty, patient = policy_for(server, retries=HASTY), policy_for(server, retries=PATIENT)
+def test_a_server_that_is_killed_costs_the_rows_under_way_and_comes_back_with_the_right_weights(
+    tiny_folder: Path,
+) -> None:
+    with vllm(tiny_folder, "--max-model-len", str(CONTEXT), "--max-num-seqs", "8") as server:
+        hasty, patient = policy_for(server, retries=HASTY, outage=0.0), policy_for(server)
         hasty.update(peaked(1))
         asked = requests(Sampling(100), 128)  # twice as many as are under way at once
         answers(hasty, asked[:8])  # its first answers come late, and then many at once
@@ -244,8 +246,8 @@ def test_a_server_that_is_killed_costs_the_rows_under_way_and_comes_back_with_th
         patient.close()
 
 
-def test_a_server_as_it_comes_serves_at_temperature_1_and_takes_no_weights(folder: Path) -> None:
-    with vllm(folder, "--max-model-len", str(CONTEXT), trained=False, processed=False) as server:
+def test_a_server_as_it_comes_serves_at_temperature_1_and_takes_no_weights(tiny_folder: Path) -> None:
+    with vllm(tiny_folder, "--max-model-len", str(CONTEXT), trained=False, processed=False) as server:
         policy = policy_for(server)
         assert (policy.check().processed, policy.trains) == (False, True)
         asked = requests(Sampling(24))

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from ramet.checking import StandIn, check_task
 from ramet.errors import ConfigError
-from ramet.tasks import Judge, Task, check_task
+from ramet.tasks import Judge, Task
 from ramet.tasks.calculator import calculator
-from ramet.tasks.trial import Trial
 from ramet.tools.toolbox import Toolbox
 from ramet.types import Sample, StopReason
 
@@ -56,11 +56,12 @@ def test_the_reference_calls_once_and_copies() -> None:
         assert task.player is not None
         toolbox = Toolbox(task.tools)
         row = task.train[0]
-        trial = asyncio.run(Trial(task, toolbox, row, 0, task.player).play())
-        assert trial.written[1:] == [row["answer"]]
-        assert row["expression"] in trial.written[0]
-        assert len(trial.episode.messages) == 4
-        assert [message["role"] for message in trial.episode.messages] == ["user", "assistant", "tool", "assistant"]
+        with StandIn(task) as stand_in:
+            shown = asyncio.run(stand_in.alone(row, task.player))
+        assert shown.written[1:] == [row["answer"]]
+        assert row["expression"] in shown.written[0]
+        assert len(shown.messages) == 4
+        assert [message["role"] for message in shown.messages] == ["user", "assistant", "tool", "assistant"]
         assert [one["function"]["name"] for one in toolbox.schemas] == ["calculator"]
         toolbox.close()
 

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ramet.checking import check_task
 from ramet.errors import ConfigError
-from ramet.tasks import Judge, Task, check_task
+from ramet.tasks import Judge, Task
 from ramet.tasks.countdown import countdown
 from ramet.tasks.expressions import work_out
 from ramet.types import Sample, StopReason

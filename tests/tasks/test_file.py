@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from ramet.checking import check_task
 from ramet.errors import ConfigError, DataError
-from ramet.tasks import Judge, check_task
+from ramet.tasks import Judge
 from ramet.tasks.file import file, load_reward
 from ramet.types import Sample, StopReason
 

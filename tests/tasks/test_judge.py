@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 
 from ramet.errors import RewardError
 from ramet.tasks import Judge
+from ramet.tasks.task import Reopening
 from ramet.types import Outcome, OutcomeKind, Sample, StopReason
 
 
@@ -607,3 +608,38 @@ def test_a_coroutine_of_a_reward_that_is_late_is_closed() -> None:
 def test_limits_that_make_no_sense_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"must be (above|at least) 0"):
         Judge(lambda _: 1.0, **options)
+
+
+def test_closing_ends_the_threads_of_sync_rewards_and_a_later_call_has_others() -> None:
+    def reward_threads() -> set[threading.Thread]:
+        return {thread for thread in threading.enumerate() if thread.name == "ramet reward"}
+
+    known = reward_threads()
+    judge = Judge(lambda sample: 1.0, threads=2)
+    for _ in range(2):
+        assert asyncio.run(judge.judged(sample())).score == 1.0
+        own = reward_threads() - known
+        assert own
+        judge.close()
+        assert not any(thread.is_alive() for thread in own)
+
+
+def test_a_reward_that_does_not_say_that_it_may_be_closed_is_left_alone() -> None:
+    class Held:
+        closed = False
+
+        def __call__(self, sample: Sample) -> float:
+            return 1.0
+
+        def close(self) -> None:
+            self.closed = True
+
+    class Reopened(Held, Reopening):
+        pass
+
+    held, reopened = Held(), Reopened()
+    for reward in (held, reopened):
+        judge = Judge(reward)
+        assert judge([sample()])[0].score == 1.0
+        judge.close()
+    assert (held.closed, reopened.closed) == (False, True)

@@ -7,14 +7,16 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+from tests.episodes.clock import run
 
 from ramet.errors import ConfigError
-from ramet.tasks import Judge, JudgeModel, weighted
+from ramet.http import Endpoint, TransientError
+from ramet.tasks import Judge, JudgeModel, judge_model, weighted
 from ramet.types import Outcome, OutcomeKind, Sample, StopReason
 
 pytest.importorskip("httpx")
@@ -203,6 +205,49 @@ def test_one_judge_serves_several_event_loops(server: Server) -> None:
         assert [outcome.score for outcome in asyncio.run(ask())] == [0.5, 0.5]
 
 
+class There(Endpoint):
+    """An endpoint in the process, where nobody is from 10 s to 70 s on the clock of its loop."""
+
+    async def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        if 10.0 <= asyncio.get_running_loop().time() < 70.0:
+            raise TransientError("ConnectError: nobody there", sent=False)
+        return {"choices": [{"message": {"content": "Score: 1"}}]}
+
+
+@pytest.mark.parametrize(
+    ("outage", "kind"), [(90.0, "scored"), (30.0, "environment_error"), (0.0, "environment_error")]
+)
+def test_a_judge_that_is_away_is_waited_for(monkeypatch: pytest.MonkeyPatch, outage: float, kind: str) -> None:
+    """By all questions together, up to a limit of its own; past it, they are environment errors."""
+    monkeypatch.setattr(judge_model, "Endpoint", There)
+    reward = JudgeModel("http://127.0.0.1:9/v1", "judge", "{completion}", outage=outage)
+
+    async def work() -> list[str]:
+        assert (await reward(sample())).score == 1.0
+        await asyncio.sleep(10.0)
+        found = []
+        for outcome in await asyncio.gather(*(reward(sample()) for _ in range(4)), return_exceptions=True):
+            if isinstance(outcome, Outcome):
+                found.append(outcome.kind.value)
+            else:
+                assert isinstance(outcome, ConnectionError)
+                assert "the judge at http://127.0.0.1:9/v1/chat/completions failed: " in str(outcome)
+                assert "nobody there" in str(outcome)
+                found.append(OutcomeKind.ERROR.value)
+        return found
+
+    found, seconds = run(work)
+    assert found == [kind] * 4
+    assert seconds <= 10.0 + (75.0 if outage > 60 else outage + 10.0)
+
+
+def test_a_question_that_is_too_early_by_its_status_is_asked_again(server: Server) -> None:
+    server.script = [409, 425]
+    (outcome,) = judged(model(server, retries=2))
+    assert outcome.score == 0.5
+    assert len(server.asked) == 3
+
+
 def test_it_may_be_one_part_of_several(server: Server) -> None:
     server.script = ["Score: 10", "no verdict"]
     reward = weighted(
@@ -226,6 +271,8 @@ def test_it_may_be_one_part_of_several(server: Server) -> None:
         ({"timeout": float("inf")}, "timeout"),
         ({"concurrency": 0}, "concurrency"),
         ({"retries": -1}, "retries"),
+        ({"pause": -1.0}, "pause"),
+        ({"outage": float("nan")}, "outage"),
         ({"max_tokens": 1.5}, "max_tokens"),
     ],
 )

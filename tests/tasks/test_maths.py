@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.concurrency import ends
 
+from ramet.checking import check_task
 from ramet.errors import ConfigError, DataError
-from ramet.tasks import Judge, Task, check_task
+from ramet.tasks import Judge, Task
 from ramet.tasks import verifier as verifier_module
-from ramet.tasks.maths import final_answer, maths
+from ramet.tasks.maths import FinalAnswer, final_answer, maths
 from ramet.tasks.verifier import Verifier
-from ramet.types import OutcomeKind, Sample, StopReason
+from ramet.types import Outcome, OutcomeKind, Sample, StopReason
 
 pytest.importorskip("math_verify")
 
@@ -146,14 +148,39 @@ def verifier() -> Iterator[Verifier]:
 
 
 def test_a_comparison_that_takes_too_long_is_ended_and_the_next_one_works(verifier: Verifier) -> None:
-    assert verifier.same("2", "x^2-x^2+2")
+    assert asyncio.run(verifier.same("2", "x^2-x^2+2"))
     with pytest.raises(TimeoutError, match="longer than 1 s"):
-        verifier.same("1", "10^{10^{10^{10}}} - 7^{9^{9^{9}}} + 3")
-    assert verifier.same("2", "4/2")
+        asyncio.run(verifier.same("1", HANGS))
+    assert asyncio.run(verifier.same("2", "4/2"))
+
+
+def test_an_answer_that_takes_for_ever_holds_up_no_other(folder: Path) -> None:
+    """What sympy makes of it has no end: here it is cancelled once the others have their scores."""
+    task = maths(data=str(folder / "sums.jsonl"), held_out_size=0, seconds=3600.0)
+    judge = Judge(task.score, seconds=3600)
+
+    async def main() -> list[Outcome]:
+        boxes = [f"\\boxed{{{answer}}}" for answer in (HANGS, r"\frac{2}{4}", "x+1", r"2\sqrt{2}")]
+        samples = (sample({"prompt": "", "answer": RIGHT[place]}, box) for place, box in enumerate(boxes))
+        hangs, *others = samples
+        hanging = asyncio.ensure_future(judge.judged(hangs))
+        found = await asyncio.gather(*map(judge.judged, others))
+        assert not hanging.done()
+        hanging.cancel()
+        return found
+
+    assert [outcome.score for outcome in asyncio.run(main())] == [1.0, 0.0, 1.0]
+    judge.close()
+    assert isinstance(task.score, FinalAnswer)
+    assert task.score.verifier._running is None
+
+
+HANGS = "10^{10^{10^{10}}} - 7^{9^{9^{9}}} + 3"
+RIGHT = ("1", "1/2", "x+2", r"\sqrt{8}")
 
 
 def test_a_time_out_of_a_comparison_is_an_outcome_of_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def late(self: Verifier, right: str, found: str) -> bool:
+    async def late(self: Verifier, right: str, found: str) -> bool:
         raise TimeoutError("math-verify took longer")
 
     monkeypatch.setattr(Verifier, "same", late)
@@ -166,9 +193,9 @@ def test_threads_may_compare_at_once(verifier: Verifier) -> None:
     found: dict[int, bool] = {}
 
     def compare(number: int) -> None:
-        found[number] = verifier.same(f"{number}/7", f"\\frac{{{number}}}{{7}}")
+        found[number] = asyncio.run(verifier.same(f"{number}/7", f"\\frac{{{number}}}{{7}}"))
 
-    verifier.same("1", "1")
+    asyncio.run(verifier.same("1", "1"))
     threads = [threading.Thread(target=compare, args=(number,)) for number in range(1, 9)]
     for thread in threads:
         thread.start()
@@ -179,16 +206,16 @@ def test_threads_may_compare_at_once(verifier: Verifier) -> None:
 
 def test_the_process_ends_with_what_started_it() -> None:
     made = Verifier()
-    assert made.same("1/2", "0.5")
+    assert asyncio.run(made.same("1/2", "0.5"))
     running = made._running
     assert running is not None
-    process = running._process
+    (pid,) = [process.pid for process in running._open]
     del running
     gone = weakref.ref(made)
     del made
     gc.collect()
     assert gone() is None
-    assert process.poll() is not None
+    assert ends.gone(pid)
     second = Verifier()
     second.close()
     second.close()
@@ -196,17 +223,13 @@ def test_the_process_ends_with_what_started_it() -> None:
 
 def test_the_process_ends_with_python() -> None:
     program = (
-        "import runpy\n"  # the module alone: its package takes seconds to load
+        "import asyncio, runpy\n"  # the module alone: its package takes seconds to load
         f"v = runpy.run_path({verifier_module.__file__!r})['Verifier']()\n"
-        "assert v.same('1/2', '0.5')\nprint(v._running._process.pid)\n"
+        "assert asyncio.run(v.same('1/2', '0.5'))\n[p] = v._running._open\nprint(p.pid)\n"
     )
     done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
-    path = Path(f"/proc/{done.stdout.strip()}")
-    deadline = time.monotonic() + 30
-    while path.exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not path.exists()
+    assert ends.gone(int(done.stdout))
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,31 @@ def test_the_last_box_that_closes(text: str, found: str | None) -> None:
     assert boxed(text) == found
 
 
+def slow_boxed(text: str) -> str | None:
+    """Try each box from the last one on, and count its braces to the end."""
+    start = text.rfind("\\boxed{")
+    if start < 0:
+        return None
+    depth, begin = 1, start + len("\\boxed{")
+    for at in range(begin, len(text)):
+        depth += (text[at] == "{") - (text[at] == "}")
+        if depth == 0:
+            return text[begin:at].strip()
+    return slow_boxed(text[:start])
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.sampled_from(["\\boxed{", "{", "}", "x ", "\\", "boxed{"]), max_size=16).map("".join))
+def test_a_box_is_the_one_that_counting_its_braces_finds(text: str) -> None:
+    assert boxed(text) == slow_boxed(text)
+
+
+def test_boxes_that_never_close_are_read_once() -> None:
+    """Once for each box would be forty thousand million steps: a model that repeats itself would hold up all others."""
+    assert boxed("\\boxed{" * 100_000) is None
+    assert boxed("\\boxed{" * 100_000 + "7}") == "7"
+
+
 @pytest.mark.parametrize(
     ("text", "found"),
     [

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import datetime
 import json
+import math
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ramet.errors import DataError, RewardError
+from ramet.evaluation import RolloutLog, record_of
+from ramet.metrics import read
 from ramet.tasks import Judge, rescore
 from ramet.tasks.rescoring import NEEDED, sample_of
-from ramet.types import Sample, StopReason
+from ramet.types import Outcome, Sample, StopReason
 
 RECORD: dict[str, Any] = {
     "when": "train",
@@ -111,3 +118,41 @@ def test_a_record_that_holds_something_else_is_refused(wrong: dict[str, Any]) ->
         rescore([{**RECORD, **wrong}], Judge(right))
     with pytest.raises(DataError, match="must be an object: found a list"):
         rescore([[]], Judge(right))  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("alias", ["messages", "prompt"])
+def test_a_row_comes_back_with_columns_that_a_record_uses_itself_and_with_values_that_json_lacks(alias: str) -> None:
+    prompt = [{"role": "user", "content": "2+2="}]
+    row: dict[str, Any] = {
+        "prompt": prompt, alias: prompt, "score": 7, "row": {"row": 1}, "row_kinds": "mine", "completion": None,
+        "when": datetime.date(2024, 2, 29), "size": (2, {3: b"x"}), "weights": torch.tensor([[0.5], [math.inf]]),
+        "count": np.int64(3), "messages": [{"role": "user", "content": "other"}] if alias == "prompt" else prompt,
+    }  # fmt: skip
+    sample = Sample(prompt, "4", (1,), (2,), row, StopReason.EOS, 0, 0)
+    record = json.loads(json.dumps(record_of(sample, Outcome.scored(1.0), when="train", step=1), allow_nan=False))
+    back = dict(sample_of(record).row)
+    assert torch.equal(back.pop("weights"), row.pop("weights"))
+    assert back == row
+    assert "row_left_out" not in record
+
+
+def test_a_column_that_can_not_be_stored_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    row = {"prompt": "?", "answer": "4", "ask": print}
+    sample = Sample("?", "4", (1,), (2,), row, StopReason.EOS, 0, 0)
+    record = record_of(sample, Outcome.scored(1.0), when="train", step=1)
+    with RolloutLog(tmp_path / "rollouts.jsonl") as log:
+        log.extend([record, record])
+    [line, _] = read(tmp_path / "rollouts.jsonl")
+    assert line["row"] == {"answer": "4"}
+    assert line["row_left_out"] == {"ask": "JSON can not hold a value of type builtin_function_or_method"}
+    [told] = caplog.records
+    assert told.getMessage().startswith("the column 'ask' of the data rows is left out of ")
+    assert sample_of(line).row == {"prompt": "?", "answer": "4"}
+
+
+@pytest.mark.parametrize(
+    "kinds", [[[["answer"], "colour"]], [[["no"], "date"]], [3], [[[], "date"]], [[["level", 0], "set"]]]
+)
+def test_kinds_that_do_not_fit_are_refused(kinds: Any) -> None:
+    with pytest.raises(DataError, match="record 0 is no rollout"):
+        rescore([{**RECORD, "row_kinds": kinds}], Judge(right))

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ramet.checking import StandIn, check_task
+from ramet.checking.repeating import seeds
 from ramet.cli.asked import task_with
 from ramet.config import TaskConfig
 from ramet.errors import ConfigError
-from ramet.tasks import Judge, Task, build_task, check_task
+from ramet.tasks import Judge, Task, build_task
 from ramet.tasks.random_states import RandomStates
-from ramet.tasks.repeating import seeds
 from ramet.tasks.text_arena import Game, text_arena
-from ramet.tasks.trial import Trial
 from ramet.types import Episode
 
 pytest.importorskip("textarena")
@@ -84,11 +84,12 @@ def test_an_episode_is_played_and_scored_through_the_task() -> None:
     def knowing(episode: Episode) -> str:
         return f"[{secret(episode.state)}]" if episode.turns else "nonsense"
 
-    trial = asyncio.run(Trial(task, None, task.held_out[0], 0, knowing).play())
-    assert "invalid move" in trial.episode.messages[2]["content"]
-    assert trial.ended
-    assert not trial.broken
-    assert Judge(task.score)([trial.sample()])[0].score == 1.0
+    with StandIn(task) as stand_in:
+        shown = asyncio.run(stand_in.alone(task.held_out[0], knowing))
+    assert "invalid move" in shown.messages[2]["content"]
+    assert shown.played is not None
+    assert not shown.broken
+    assert Judge(task.score)([shown.played.sample])[0].score == 1.0
 
 
 def test_a_game_that_is_not_finished_earns_nothing_and_two_invalid_moves_end_it() -> None:

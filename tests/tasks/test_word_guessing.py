@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ramet.checking import Shown, StandIn, check_task
 from ramet.errors import ConfigError
-from ramet.tasks import Judge, Task, check_task
-from ramet.tasks.trial import Trial
+from ramet.tasks import Judge, Task
 from ramet.tasks.word_guessing import hint, word_guessing
 from ramet.tasks.words import WORDS
 from ramet.types import Episode, Sample, StopReason
@@ -90,9 +90,10 @@ def test_the_last_guess_counts() -> None:
         assert Judge(task.score)([sample])[0].score == expected
 
 
-async def plays(task: Task, row: Any) -> Trial:
+async def plays(task: Task, row: Any) -> Shown:
     assert task.player is not None
-    return await Trial(task, None, row, 0, task.player).play()
+    with StandIn(task) as stand_in:
+        return await stand_in.alone(row, task.player)
 
 
 def test_the_reference_agrees_with_all_hints_and_wins() -> None:
@@ -101,12 +102,12 @@ def test_the_reference_agrees_with_all_hints_and_wins() -> None:
     task = word_guessing(guesses=4)
     lengths = []
     for row in task.held_out:
-        trial = asyncio.run(plays(task, row))
-        assert trial.written[-1] == row["answer"]
-        for later, guess in enumerate(trial.written[:-1], 1):
-            for after in trial.written[later:]:
+        shown = asyncio.run(plays(task, row))
+        assert shown.written[-1] == row["answer"]
+        for later, guess in enumerate(shown.written[:-1], 1):
+            for after in shown.written[later:]:
                 assert hint(guess, after) == hint(guess, row["answer"])
-        lengths.append(len(trial.written))
+        lengths.append(len(shown.written))
     assert max(lengths) <= 4
     assert min(lengths) < max(lengths)
 

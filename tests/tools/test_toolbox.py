@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 
 from ramet.tools import BadCall, Tool, Toolbox
-from ramet.tools.threads import Threads
 from ramet.types import Episode, ToolCall
 
 EPISODE = Episode({"word": "fir"}, [], random.Random(0))
@@ -185,6 +184,17 @@ def test_64_functions_that_wait_for_one_another_all_run_at_once() -> None:
     box.close()
 
 
+def test_the_calls_of_one_turn_run_at_once() -> None:
+    """They wait for one another: one after the other, the first would run into its time-out."""
+    barrier = threading.Barrier(3)
+
+    def wait() -> int:
+        """Wait for the others."""
+        return 1 if barrier.wait(5) >= 0 else 0
+
+    assert answers([wait], [ToolCall("wait", {})] * 3, timeout=5) == ["1"] * 3
+
+
 def test_a_call_that_is_late_is_answered_and_holds_up_no_other() -> None:
     never, cleaned = threading.Event(), []
 
@@ -325,24 +335,15 @@ def test_closing_ends_the_threads_and_may_be_done_twice() -> None:
     asyncio.run(box.run([ToolCall("add", {"a": 1})] * 5, EPISODE))
     box.close()
     box.close()
-    assert not any(thread.is_alive() for thread in box._threads._threads)
+    assert not any(thread.is_alive() for thread in box._threads._room.threads)
     with pytest.raises(RuntimeError, match="closed"):
         asyncio.run(box.run([ToolCall("add", {"a": 1})], EPISODE))
-
-
-def test_a_thread_that_is_free_takes_the_next_call() -> None:
-    threads = Threads(2)
-    for number in range(5):
-        assert threads.submit(lambda n: n, number).result() == number
-        threads.submit(threading.Event().is_set).result()
-    assert 1 <= len(threads._threads) <= 2
-    threads.shutdown()
 
 
 def test_threads_end_with_the_toolbox_that_nobody_closes() -> None:
     box = Toolbox([add])
     asyncio.run(box.run([ToolCall("add", {"a": 1})], EPISODE))
-    threads = list(box._threads._threads)
+    threads = list(box._threads._room.threads)
     gone = weakref.ref(box)
     del box
     gc.collect()
@@ -350,24 +351,6 @@ def test_threads_end_with_the_toolbox_that_nobody_closes() -> None:
     for thread in threads:
         thread.join(20)
     assert not any(thread.is_alive() for thread in threads)
-
-
-def test_what_waits_for_a_thread_is_dropped_once_it_is_late() -> None:
-    never, ran = threading.Event(), []
-
-    def block() -> None:
-        never.wait(30)
-
-    threads = Threads(1)
-    first = threads.submit(block)
-    second = threads.submit(ran.append, 1)
-    assert second.cancel()
-    third = threads.submit(ran.append, 2)
-    threads.shutdown(wait=False, cancel_futures=True)
-    assert third.cancelled()
-    never.set()
-    assert first.result() is None
-    assert ran == []
 
 
 def run_program(code: str) -> subprocess.CompletedProcess[str]:

@@ -15,7 +15,8 @@ import pytest
 
 from ramet.errors import DataError
 from ramet.metrics import MetricsLog
-from ramet.viewer.report import MOST_GROUPS, write_report
+from ramet.viewer.report import write_report
+from ramet.viewer.rollouts import MOST_GROUPS
 from ramet.viewer.text import visible
 
 HOSTILE = {
@@ -226,3 +227,76 @@ def test_a_folder_without_a_run_and_a_broken_summary_are_named(tmp_path: Path) -
     (tmp_path / "summary.json").write_text("[]", encoding="utf-8")
     with pytest.raises(DataError, match=r"summary\.json"):
         write_report(tmp_path)
+
+
+# ---------------------------------------------------------------- an evaluation
+
+
+def eval_record(group: int, member: int, score: float | None, **more: Any) -> dict[str, Any]:
+    kind = "abstained" if score is None else "scored"
+    own = {"when": "eval", "step": 0, "group": group, "member": member, "prompt": f"question {group}"}
+    return {**own, "completion": "4", "score": score, "outcome": kind, "reason": "", "stop": "eos", **more}
+
+
+def write_evaluation(folder: Path) -> None:
+    folder.mkdir()
+    call = {"function": {"name": "double", "arguments": {"number": 3, "word": "<b>"}}}
+    messages = [
+        {"role": "user", "content": "question 1"},
+        {"role": "assistant", "content": "I ask.", "tool_calls": [call]},
+        {"role": "tool", "name": "double", "content": "6 </pre>"},
+        {"role": "assistant", "content": ""},
+    ]
+    with MetricsLog(folder / "rollouts.jsonl") as log:
+        log.append(eval_record(1, 1, None, reason="no <answer>", messages=messages))
+        log.append(eval_record(0, 0, 1.0, messages=[]))
+        log.append(eval_record(1, 0, -2.5, rewards={"right": -3.0, "short": 0.5}, messages=messages))
+    ends = {"value": -0.75, "low": -9.0, "high": 7.5}
+    part = {"score": ends, "pass_at_k": {"1": {**ends, "problems": 2}}, "problems": 2, "rollouts": 3}
+    part |= {"abstained": 1, "failed": 0}
+    summary = {**part, "by": {"column": "level", "levels": {"<easy>": {**part, "problems": 1}}}, "chance": None}
+    (folder / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
+    settings = '[eval]\npolicy = "m at http://x"\n[task]\nname = "doubling"\n'
+    (folder / "config.toml").write_text(settings, encoding="utf-8")
+
+
+def test_an_evaluation_shows_its_scores_and_its_rollouts_by_prompt(tmp_path: Path, short_plotly: None) -> None:
+    write_evaluation(tmp_path / "e")
+    page = Page(write_report(tmp_path / "e").read_text(encoding="utf-8"))
+    assert page.texts["h2"] == ["Scores", "Rollouts"]
+    assert "doubling, m at http://x" in page.texts["div"]
+    cells = page.texts["td"]
+    interval = "-0.750 (-9.000 to 7.500)"
+    assert cells[:6] == ["all", interval, f"pass@1 {interval}", "2", "3", "1 abstained, 0 failed"]
+    assert cells[6] == "level <easy>"
+    assert page.texts["option"] == ["all prompts", "below the mean", "unscored"]
+    # In the order of the file; problem 1 lies below the mean of -0.75 and has a sample without a score.
+    marks = [value for name, value in page.attributes if name == "data-change"]
+    assert marks == ["low unscored", ""]
+
+
+def test_a_conversation_is_read_turn_by_turn(tmp_path: Path, short_plotly: None) -> None:
+    """Behind the prompt: who said what, the calls, what came back; the parts of the reward, or why there is none."""
+    write_evaluation(tmp_path / "e")
+    page = Page(write_report(tmp_path / "e").read_text(encoding="utf-8"))
+    who = [text for text in page.texts["div"] if text in ("assistant", "tool (double)", "user")]
+    assert who == ["assistant", "tool (double)", "assistant"] * 2
+    turns = ['I ask.\ncalls double(number=3, word="<b>")', "6 </pre>", "(empty)"]
+    assert page.texts["pre"][:8] == ["question 1", *turns, *turns, "question 0"]
+    assert page.texts["pre"][8] == "4"  # of a single turn
+    titles = page.texts["h4"]
+    assert titles[0].strip() == "sample 0, eos, right -3.000, short 0.500"
+    assert titles[1].strip() == "sample 1, eos, abstained: no <answer>"
+    assert page.texts["b"][:2] == ["-2.500", "-"]
+
+
+def test_a_run_that_was_made_longer_shows_the_evaluation_after_its_last_step(
+    tmp_path: Path, short_plotly: None
+) -> None:
+    (tmp_path / "run").mkdir()
+    with MetricsLog(tmp_path / "run" / "rollouts.jsonl") as log:
+        for when, step, score in (("before", 0, 0.0), ("after", 2, 0.25), ("after", 4, 1.0)):
+            log.append({**eval_record(0, 0, score), "when": when, "step": step})
+    page = Page(write_report(tmp_path / "run").read_text(encoding="utf-8"))
+    assert "0.000 \u2192 1.000" in page.texts["span"]
+    assert page.texts["b"] == ["0.000", "1.000"]

@@ -8,17 +8,35 @@ from functools import partial
 
 import click
 
+from ramet.checking import Limits, check_task
 from ramet.cli.asked import read_settings, task_with
-from ramet.tasks.check import check_task
 from ramet.viewer.text import visible
 
 
-def run(task_name: str, overrides: Sequence[str], *, seed: int, episodes: int, full: float, as_json: bool) -> int:
+def run(
+    task_name: str,
+    overrides: Sequence[str],
+    *,
+    seed: int,
+    episodes: int,
+    full: float,
+    limits: Limits,
+    as_json: bool,
+) -> int:
     """Check a task and print what was found; return 0 where no check failed, else 1."""
     config = read_settings(task_name, overrides, seed=seed)
     assert config.task is not None
     build = partial(task_with, config.task)
-    report = check_task(build(seed), episodes=episodes, seed=seed, full=full, build=build)
+    report = check_task(
+        build(seed),
+        episodes=episodes,
+        seed=seed,
+        full=full,
+        build=build,
+        episode_seconds=limits.episode_seconds,
+        tool_seconds=limits.tool_seconds,
+        score_seconds=limits.score_seconds,
+    )
     if as_json:
         findings = [{"check": f.name, "passed": f.passed, "found": f.detail} for f in report.findings]
         click.echo(json.dumps({"task": report.task, "passed": report.passed, "findings": findings}))

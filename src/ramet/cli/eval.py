@@ -23,17 +23,18 @@ from ramet.cli.stage import Left
 from ramet.cli.tables import print_table, shown
 from ramet.config import TrainConfig
 from ramet.errors import ConfigError, DataError, RunExists
-from ramet.metrics import MetricsLog, finite
+from ramet.metrics import finite
 from ramet.viewer.summary import number
 from ramet.viewer.text import visible
 
 if TYPE_CHECKING:
     from ramet.evaluation import Decoding, Tally
     from ramet.tasks import Task
-    from ramet.types import Outcome, Sample
 
 TEMPERATURE = 1.0
 MAX_NEW_TOKENS = 512
+ROWS_AT_ONCE = 64
+"""How many episodes a model in the process goes on with at once, unless rollout.rows_per_batch says otherwise."""
 REASONS = 3
 """How many reasons are told why rollouts have no score: the most frequent ones."""
 EVERY = 5.0
@@ -89,8 +90,10 @@ def run(
     who.check()
     measure.check(who)
     given: dict[str, Any] = {"rollout": {"max_new_tokens": measure.max_new_tokens or MAX_NEW_TOKENS}}
-    if who.stand is None and who.server is None:
+    if who.stand is None:
         given["model"] = {"name": who.model}
+    if who.stand is None and who.server is None:
+        given["rollout"]["rows_per_batch"] = ROWS_AT_ONCE
     config = read_settings(task_name, overrides, seed=measure.seed, keys=who.keys, given=given)
     task = task_of(config)
     rows = rows_of(task, measure.split)[: measure.problems]
@@ -98,7 +101,7 @@ def run(
     player = player_of(who, task, config, _temperature(measure))
     with contextlib.closing(player):
         folder = _new_folder(Path(runs), name, task.name)
-        (folder / "config.toml").write_text(_config_text(config, who, measure), encoding="utf-8")
+        _write_settings(folder, _config_text(config, who, measure))
         began = time.monotonic()
         records = _play(player, rows, measure, folder, score_limit(task, config.rollout))
     if records is None:
@@ -131,8 +134,8 @@ def _play(
 
     Whatever else ends it is raised once it has been said where the rollouts are.
     """
-    from ramet.episodes import Start
-    from ramet.evaluation import play_each, record_of
+    from ramet.episodes import Played, Start, play_episodes
+    from ramet.evaluation import RolloutLog, record_of
     from ramet.tasks import Judge
 
     starts = [
@@ -145,10 +148,11 @@ def _play(
     progress = _Progress(len(starts))
     decoding: Decoding = "greedy" if measure.temperature == 0 else "sampled"
     judging = contextlib.closing(Judge(player.task.score, seconds=score_seconds))
-    with MetricsLog(folder / "rollouts.jsonl") as log, judging as judge:
+    with RolloutLog(folder / "rollouts.jsonl") as log, judging as judge:
 
-        def ended(sample: Sample, outcome: Outcome) -> None:
-            record = record_of(sample, outcome, when="eval", step=0, decoding=decoding)
+        def ended(played: Played) -> None:
+            assert played.outcome is not None  # somebody judges
+            record = record_of(played.sample, played.outcome, when="eval", step=0, decoding=decoding)
             log.append(record)
             records.append(record)
             progress(record)
@@ -157,7 +161,9 @@ def _play(
             for first in range(0, len(starts), at_once):
                 batch = starts[first : first + at_once]
                 rules, template = player.rules, player.template
-                play_each(player.task, player.policy, batch, judge, template=template, rules=rules, ended=ended)
+                play_episodes(
+                    player.task, player.policy, batch, template=template, rules=rules, judge=judge, ended=ended
+                )
         except BaseException as error:
             click.echo(_where_it_stopped(folder, len(records), len(starts)), err=True)
             if isinstance(error, (KeyboardInterrupt, Left)):
@@ -179,6 +185,8 @@ class _Progress:
             self._sum, self._scored = self._sum + record["score"], self._scored + 1
         if self._ended == self._count or time.monotonic() - self._said_at >= EVERY:
             mean = f", mean score {number(self._sum / self._scored)}" if self._scored else ""
+            without = self._ended - self._scored
+            mean += f", {without} without a score" if without else ""
             click.echo(f"{self._ended} of {self._count} episodes{mean}", err=True)
             self._said_at = time.monotonic()
 
@@ -207,6 +215,14 @@ def _new_folder(runs: Path, name: str | None, task: str) -> Path:
     except OSError as error:
         raise ConfigError(f"the folder {folder} can not be made: {error}", hint="give --runs and --name") from error
     return folder
+
+
+def _write_settings(folder: Path, text: str) -> None:
+    try:
+        (folder / "config.toml").write_text(text, encoding="utf-8")
+    except OSError:
+        shutil.rmtree(folder, ignore_errors=True)  # nothing has been played
+        raise
 
 
 def _config_text(config: TrainConfig, who: Who, measure: Measure) -> str:
@@ -280,8 +296,9 @@ def _show(
     click.echo(f"of {whole.rollouts} rollouts: {without}")
     if column is not None:
         click.echo()
-        heads = (column, "problems", "score", *(f"pass@{k}" for k in measure.ks))
-        print_table(heads, [_level_row(level, part) for level, part in parts.items()])
+        left_out = ("without a score",) if whole.abstained + whole.failed else ()
+        heads = (column, "problems", "score", *(f"pass@{k}" for k in measure.ks), *left_out)
+        print_table(heads, [_level_row(level, part)[: len(heads)] for level, part in parts.items()])
     click.echo()
     chance = "" if task.chance is None else f"; chance is {number(task.chance)}"
     click.echo(f"in brackets: 95% intervals, with the problems as the sample{chance}")
@@ -312,4 +329,6 @@ def _of(problems: int, asked: int) -> str:
 
 
 def _level_row(level: str, part: Tally) -> tuple[str, ...]:
-    return (level, str(part.problems), shown(part.mean), *(shown(each.chance) for each in part.passed))
+    chances = (shown(each.chance) for each in part.passed)
+    without = f"{part.abstained + part.failed} of {part.rollouts}"
+    return (level, str(part.problems), shown(part.mean), *chances, without)

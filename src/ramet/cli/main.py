@@ -6,6 +6,7 @@ command line is wrong, 130 interrupted.
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable
 from importlib import resources
@@ -32,17 +33,37 @@ class ErrorsAsText(click.Group):
                 raise
             _show_error(error)
             ctx.exit(2 if isinstance(error, (ConfigError, DataError)) else 1)
+        except OSError as error:
+            # A pipe whose reader has gone is click's to end.
+            if error.errno == errno.EPIPE or ctx.meta.get("ramet.traceback"):
+                raise
+            _show_error(_of_the_system(error))
+            ctx.exit(1)
         except KeyboardInterrupt:
             click.echo("interrupted", err=True)
             ctx.exit(130)
 
 
 def _show_error(error: RametError) -> None:
+    """Show what is wrong on one line, and what to do on the next: what libraries say may have several."""
     from ramet.viewer.text import visible
 
-    click.echo(f"error: {visible(error.message)}", err=True)
-    if error.hint is not None:
-        click.echo(f"hint: {visible(error.hint)}", err=True)
+    for name, text in (("error", error.message), ("hint", error.hint)):
+        if text is not None:
+            click.echo(f"{name}: {visible(' '.join(text.split()))}", err=True)
+
+
+def _of_the_system(error: OSError) -> RametError:
+    """Return an error of the operating system as one of ramet's: a full disk, a folder that may not be written to."""
+    path = "" if error.filename is None else f"{error.filename}: "
+    hints = {
+        errno.ENOSPC: "make room; what was written before is whole, and a run goes on with --resume",
+        errno.EACCES: "change its permissions, or name another place",
+        errno.EPERM: "change its permissions, or name another place",
+        errno.EROFS: "nothing can be written there: name another place",
+    }
+    hint = hints.get(error.errno or 0, "--traceback shows where it was raised")
+    return RametError(f"{path}{error.strerror or error}", hint=hint)
 
 
 def _version(ctx: click.Context, _: click.Parameter, asked: bool) -> None:
@@ -173,16 +194,37 @@ def play(task: str, overrides: tuple[str, ...], seed: int, split: Any, row: int)
 @with_task
 @click.option("--episodes", type=click.IntRange(min=1), default=32, show_default=True, help="Rows that are played.")
 @click.option("--full", type=float, default=1.0, show_default=True, help="What the reference must earn.")
+@click.option("--episode-seconds", type=float, default=60.0, show_default=True, help="What an episode may take.")
+@click.option("--tool-seconds", type=float, default=30.0, show_default=True, help="What a call of a tool may take.")
+@click.option("--score-seconds", type=float, default=60.0, show_default=True, help="What the score may take.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @with_traceback
-def check(task: str, overrides: tuple[str, ...], seed: int, episodes: int, full: float, as_json: bool) -> None:
+def check(
+    task: str,
+    overrides: tuple[str, ...],
+    seed: int,
+    episodes: int,
+    full: float,
+    episode_seconds: float,
+    tool_seconds: float,
+    score_seconds: float,
+    as_json: bool,
+) -> None:
     """Prove a task without a model: its reference earns all, wrong answers do not, episodes repeat.
 
     TASK is the name of a task, as in `task.name` of a recipe. Exit code: 0 where every check passed, else 1.
     """
+    from ramet.checking import Limits
     from ramet.cli.check import run
 
-    click.get_current_context().exit(run(task, overrides, seed=seed, episodes=episodes, full=full, as_json=as_json))
+    try:
+        limits = Limits(episode_seconds, tool_seconds, score_seconds)
+    except ValueError as error:
+        raise ConfigError(
+            str(error), hint="give more to --episode-seconds, --tool-seconds or --score-seconds"
+        ) from error
+    done = run(task, overrides, seed=seed, episodes=episodes, full=full, limits=limits, as_json=as_json)
+    click.get_current_context().exit(done)
 
 
 def _whole_numbers(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:

@@ -12,7 +12,7 @@ import click
 from ramet.cli.asked import Split, read_settings, rows_of, task_of
 from ramet.cli.stage import HOW_TO, Left, Stage, outcome_lines
 from ramet.errors import ConfigError
-from ramet.types import Outcome, Sample, Sampling
+from ramet.types import Sampling
 
 ROOM = 1_000_000
 """How many tokens a person may write in a turn: nobody types as many."""
@@ -31,8 +31,8 @@ def run(task_name: str, overrides: Sequence[str], *, seed: int, split: Split, nu
             f"the task {task.name} has {len(rows)} {split} rows: found row {number}", hint=f"0 to {len(rows) - 1}"
         )
     from ramet.chat import ChatTemplate
-    from ramet.episodes import Rules, Start
-    from ramet.evaluation import play_each, record_of
+    from ramet.episodes import Rules, Start, play_episodes
+    from ramet.evaluation import record_of
     from ramet.policies.person import PersonPolicy, script_tokenizer
     from ramet.tasks import Judge
 
@@ -40,25 +40,23 @@ def run(task_name: str, overrides: Sequence[str], *, seed: int, split: Split, nu
     click.echo(HOW_TO)
     tokenizer = script_tokenizer()
     stage = Stage(read_line, click.echo)
-    finished: list[tuple[Sample, Outcome]] = []
     with contextlib.closing(Judge(task.score)) as judge:
         try:
-            play_each(
+            [played] = play_episodes(
                 task,
                 PersonPolicy(stage.ask, tokenizer),
                 [Start(rows[number], group=number, prompt_index=number)],
-                judge,
                 template=ChatTemplate(tokenizer),
                 rules=Rules(Sampling(ROOM), seed),
-                ended=lambda sample, outcome: finished.append((sample, outcome)),
+                judge=judge,
             )
         except Left:
             click.echo("\nyou left before the end: there is no score")
             return 0
-    [(sample, outcome)] = finished
-    stage.show_messages(sample.messages)
+    assert played.outcome is not None  # somebody judges
+    stage.show_messages(played.sample.messages)
     click.echo()
-    for line in outcome_lines(record_of(sample, outcome, when="play", step=0)):
+    for line in outcome_lines(record_of(played.sample, played.outcome, when="play", step=0)):
         click.echo(line)
     return 0
 

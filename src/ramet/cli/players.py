@@ -17,12 +17,10 @@ from ramet.cli.play import ROOM, read_line
 from ramet.cli.stage import HOW_TO, Stage
 from ramet.cli.train import quiet_libraries
 from ramet.config import TrainConfig
-from ramet.errors import ConfigError, ModelError, ServerError
+from ramet.errors import ConfigError, ServerError
 from ramet.types import Request, Sampling
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from ramet.episodes import Rules, Speech
     from ramet.policies.policy import Policy
     from ramet.tasks import Task
@@ -60,10 +58,11 @@ class Who:
         if self.stand is not None:
             return always
         sampled = tuple(f"rollout.{key}" for key in ("top_k", "top_p", "min_p", "stop", "prompt_limit", "rewrites"))
+        own_template = ("model.chat_template",)
         if self.server is not None:
-            return (*always, *sampled)
+            return (*always, *sampled, *(own_template if self.tokenizer is not None else ()))
         loaded = tuple(f"model.{key}" for key in ("dtype", "device", "autocast", "attention", "revision", "options"))
-        return (*always, *sampled, "rollout.rows_per_batch", *loaded)
+        return (*always, *sampled, "rollout.rows_per_batch", *loaded, *own_template)
 
     @property
     def name(self) -> str:
@@ -97,56 +96,18 @@ def player_of(who: Who, task: Task, config: TrainConfig, temperature: float) -> 
     return _model(task, config, temperature)
 
 
-def _rules(config: TrainConfig, sampling: Sampling, context: int | None = None) -> Rules:
-    from ramet.episodes import Rules
-
-    rollout = config.rollout
-    return Rules(
-        sampling,
-        config.seed,
-        max_turns=rollout.max_turns,
-        time_limit=rollout.episode_seconds,
-        tool_seconds=rollout.tool_seconds,
-        context=context,
-        prompt_limit=rollout.prompt_limit,
-    )
-
-
-def _template(task: Task, tokenizer: PreTrainedTokenizerBase, config: TrainConfig) -> Speech:
-    from ramet.chat import ChatTemplate, PlainTemplate
-
-    text = all(isinstance(row["prompt"], str) for row in (*task.train, *task.held_out))
-    return PlainTemplate(tokenizer) if text else ChatTemplate(tokenizer, rewrites=config.rollout.rewrites)
-
-
 def _model(task: Task, config: TrainConfig, temperature: float) -> Player:
-    from ramet.assembly import sampling_of
-    from ramet.models import load_model, pick_device
-    from ramet.policies.transformers import TransformersPolicy, context_length, eos_ids_of
+    from ramet.assembly import model_of, policy_of, rules_of, sampling_of, template_of
+    from ramet.policies.transformers import context_length
 
     quiet_libraries()
-    section = config.model
-    assert section is not None
-    model, tokenizer = load_model(
-        _newest(section.name),
-        dtype=section.dtype,
-        device=pick_device(section.device),
-        attention=section.attention,
-        revision=section.revision,
-        options=section.options,
-        seed=config.seed,
-    )
-    own_eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    policy = TransformersPolicy(
-        model,
-        eos_ids=[*eos_ids_of(model), *own_eos],
-        rows_per_batch=config.rollout.rows_per_batch or 64,
-        autocast=config.autocast_dtype,
-        tokenizer=tokenizer,
-    )
+    assert config.model is not None
+    newest = config.model.model_copy(update={"name": _newest(config.model.name)})
+    model, tokenizer, _ = model_of(newest.name, None, config.model_copy(update={"model": newest}))
+    policy = policy_of(model, tokenizer, config)
     sampling = dataclasses.replace(sampling_of(tokenizer, config.rollout), temperature=temperature)
-    rules = _rules(config, sampling, context_length(model))
-    return Player(policy, task, _template(task, tokenizer, config), rules)
+    rules = rules_of(config, sampling, context=context_length(model), limit=config.rollout.prompt_limit)
+    return Player(policy, task, template_of(task, tokenizer, config.rollout), rules)
 
 
 def _newest(name: str) -> str:
@@ -158,15 +119,17 @@ def _newest(name: str) -> str:
 
 
 def _server(who: Who, task: Task, config: TrainConfig, temperature: float) -> Player:
-    from ramet.assembly import sampling_of
+    from ramet.assembly import rules_of, sampling_of, template_of
     from ramet.chat import ChatTemplate
+    from ramet.http import Retries
+    from ramet.models.load import load_tokenizer
     from ramet.policies.person import script_tokenizer
     from ramet.policies.server import ServerPolicy
-    from ramet.policies.server.retries import Retries
 
     assert who.server is not None
     assert who.model is not None
-    tokenizer = script_tokenizer() if who.tokenizer is None else _tokenizer(who.tokenizer)
+    own = None if config.model is None else config.model.chat_template
+    tokenizer = script_tokenizer() if who.tokenizer is None else load_tokenizer(who.tokenizer, chat_template=own)
     key = None if who.key_from is None else _key(who.key_from)
     # Without the model's own tokenizer its ids mean nothing here: text goes in and out.
     api: Literal["auto", "text"] = "text" if who.tokenizer is None else "auto"
@@ -187,12 +150,13 @@ def _server(who: Who, task: Task, config: TrainConfig, temperature: float) -> Pl
             for warning in said:
                 _to_stderr(f"note: {warning.message}")
         if facts.tokens:
-            template = _template(task, tokenizer, config)
+            template = template_of(task, tokenizer, config.rollout)
             sampling = sampling_of(tokenizer, config.rollout)
         else:
             template, sampling = ChatTemplate(script_tokenizer()), _as_text(config)
         sampling = dataclasses.replace(sampling, temperature=temperature)
-        rules = _rules(config, sampling, facts.context if facts.tokens else None)
+        context = facts.context if facts.tokens else None
+        rules = rules_of(config, sampling, context=context, limit=config.rollout.prompt_limit)
         opened.pop_all()
     return Player(policy, task, template, rules, close=policy.close)
 
@@ -208,19 +172,6 @@ def _as_text(config: TrainConfig) -> Sampling:
     )
 
 
-def _tokenizer(name: str) -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer
-
-    try:
-        found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"transformers can not load a tokenizer from {name!r}: {error}",
-            hint="give the folder of the model that the server serves",
-        ) from error
-    return found
-
-
 def _key(variable: str) -> str:
     key = os.environ.get(variable)
     if not key:
@@ -229,12 +180,14 @@ def _key(variable: str) -> str:
 
 
 def _stand_in(stand: Stand, task: Task, config: TrainConfig) -> Player:
+    from ramet.assembly import rules_of
     from ramet.chat import ChatTemplate
     from ramet.policies.person import PersonPolicy, script_tokenizer
     from ramet.policies.reference import ReferencePolicy
 
     tokenizer = script_tokenizer()
-    rules, template = _rules(config, Sampling(ROOM)), ChatTemplate(tokenizer)
+    rules = rules_of(config, Sampling(ROOM), context=None, limit=config.rollout.prompt_limit)
+    template = ChatTemplate(tokenizer)
     if stand == "reference":
         reference = ReferencePolicy(task, tokenizer)
         return Player(

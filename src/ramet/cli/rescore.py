@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from ramet.metrics import Interval, MetricsLog, clustered_mean, finite
 from ramet.tasks.file import load_reward
 from ramet.tasks.judge import Judge
 from ramet.tasks.rescoring import rescore
+from ramet.viewer.text import visible
 
 Record = Mapping[str, Any]
 
@@ -33,9 +34,14 @@ def run(folder: Path, reward: str, out: Path | None, as_json: bool) -> int:
     old = metrics.read(path)
     if not old:
         raise DataError(f"{path} holds no rollouts", hint="they are written when a run has sampled")
+    for number, record in enumerate(old):
+        score = record.get("score")
+        if score is not None and (isinstance(score, bool) or not isinstance(score, (int, float))):
+            raise DataError(f"{path}, rollout {number}: expected a number or null as its score, found {score!r}")
+    for note in _what_is_missing(path, old):
+        click.echo(visible(f"note: {note}"), err=True)
     with contextlib.closing(Judge(load_reward(reward))) as judge:
-        again = rescore([_with_prompt(record) for record in old], judge)
-    new = [{**after, "row": before["row"]} for before, after in zip(old, again, strict=True)]
+        new = rescore(old, judge)
     written = _new_file(folder, out)
     with MetricsLog(written) as log:
         log.extend(new)
@@ -59,9 +65,13 @@ Change = tuple[str, Interval | None, Interval | None, int, int]
 
 def compare(old: Sequence[Record], new: Sequence[Record]) -> list[Change]:
     """Return what changed, for each time and way in which rollouts were sampled."""
+    steps: dict[str, set[Any]] = {}
+    for record in old:
+        steps.setdefault(str(record.get("when")), set()).add(record.get("step"))
     parts: dict[str, list[tuple[Record, Record]]] = {}
     for before, after in zip(old, new, strict=True):
-        parts.setdefault(_part(before), []).append((before, after))
+        several = len(steps[str(before.get("when"))]) > 1
+        parts.setdefault(_part(before, several=several), []).append((before, after))
     return [
         (
             name,
@@ -74,15 +84,25 @@ def compare(old: Sequence[Record], new: Sequence[Record]) -> list[Change]:
     ]
 
 
-def _with_prompt(record: Record) -> Record:
-    """Return a record whose data row has its prompt, which is stored once, again."""
-    row = record.get("row")
-    return {**record, "row": {"prompt": record.get("prompt"), **row}} if isinstance(row, Mapping) else record
-
-
-def _part(record: Record) -> str:
+def _part(record: Record, *, several: bool) -> str:
+    """Return when and how a rollout was sampled; `several` steps of a run may be called "after": one made longer."""
     when, decoding = str(record.get("when")), record.get("decoding")
-    return when if when == "train" or decoding is None else f"{when}, {decoding}"
+    if when == "train":
+        return when
+    when = f"{when} {record.get('step')} steps" if several else when
+    return when if decoding is None else f"{when}, {decoding}"
+
+
+def _what_is_missing(path: Path, records: Sequence[Record]) -> Iterator[str]:
+    """Yield what of the rollouts in a file is not there to be judged."""
+    if metrics.is_torn(path):
+        yield f"the last line of {path} was cut short, and is left out"
+    left_out: dict[str, Any] = {}
+    for record in records:
+        found = record.get("row_left_out")
+        left_out.update(found if isinstance(found, Mapping) else {})
+    for name, why in left_out.items():
+        yield f"the column {name!r} of the data rows was not stored ({why}): a reward that reads it fails"
 
 
 def _verdict(record: Record) -> tuple[Any, Any]:

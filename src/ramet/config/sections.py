@@ -47,6 +47,12 @@ class ModelConfig(Section):
     options: dict[str, int | float | str] = Field(
         default_factory=dict, description='Shape of "tiny-llama": hidden_size, layers, heads and so on.'
     )
+    chat_template: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Path of a Jinja file, relative to the working folder, in the place of the tokenizer's own chat "
+        "template. A run keeps a copy with its weights, and goes on with that.",
+    )
 
 
 class TaskConfig(Section):
@@ -149,6 +155,11 @@ class ServerConfig(Section):
     concurrency: int = Field(default=64, ge=1, description="Rows under way at once.")
     timeout_seconds: float = Field(default=600.0, gt=0, description="A request is given up after so long.")
     retries: int = Field(default=5, ge=0, description="How often a request that failed in passing is sent again.")
+    outage_seconds: float = Field(
+        default=600.0,
+        ge=0,
+        description="A server that was there and is away is waited for so long, and then the run ends; 0: not at all.",
+    )
     weights_folder: str | None = Field(
         default=None,
         description="Where weights are written for the server, which must see it under the same name; absent: a "

@@ -13,10 +13,11 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from ramet.chat import ChatTemplate, Template
-from ramet.envs.chat_forms import EXAMPLE, Form, Ids, Keys, Messages, Strings
+from ramet.envs.chat_forms import EXAMPLE, Form, Keys, form_of
 from ramet.envs.chat_history import Given, History, Objects, as_messages, items_of, read_history
+from ramet.envs.chat_rows import FLAGS, flags_after, is_messages
 from ramet.envs.chat_talk import Talks
-from ramet.envs.chat_task import EPISODE, OUTCOME, Players, Step
+from ramet.envs.chat_task import EPISODE, OUTCOME, Limits, Players, Step
 from ramet.envs.entries import merge, nested
 from ramet.envs.env import EnvBase, TransformedEnv
 from ramet.ragged import choose
@@ -33,8 +34,7 @@ if TYPE_CHECKING:
 
 Mode: TypeAlias = Literal["history", "text", "tokens"]
 _MODES = ("history", "text", "tokens")
-_HISTORY = ("history", "prompt")
-_FLAGS = ("done", "terminated", "truncated")
+HISTORY = ("history", "prompt")
 
 
 class ChatEnv(EnvBase):
@@ -56,21 +56,32 @@ class ChatEnv(EnvBase):
     decoded, without special tokens, when it is read. A step costs what is new, after any number of turns.
 
     Without a `task` a conversation never ends, and the next prompt is the last with the answer behind it: no template
-    writes anything between. With one (`ramet.tasks.Task`), a step takes the model's turn, runs the tools that it calls
-    or asks the task's `reply`, for all rows at once where these are async; what comes back is behind the answer, with
-    all that the template writes around it. A row is terminated where the reply is None, and truncated after the task's
-    `max_turns`; it stays as it is then, until it is reset. `"reward"`, float32 (*B, 1), is its score in that step, and
-    0 before. `"outcome"` holds an `Outcome` for each row that ended, None for others: where a function of the task
-    raised, it is an error, and the row is truncated, with no score. `"episode"` is where each row stands. The data row
-    of an episode is `rows[prompt_index]` where the TensorDict has `prompt_index` (`rows` are the task's training rows
-    by default), else the entries of the TensorDict, with the prompt under "prompt". `close` ends what was opened.
+    writes anything between. With one (`ramet.tasks.Task`), episodes are those of `ramet.episodes`: a step takes the
+    model's turn, runs the tools that it calls or asks the task's `reply`; what comes back is behind the answer, with
+    all that the template writes around it. A prompt that is text, with no `system_prompt`, goes on as text where the
+    template is one of a chat: messages alone go through it. A row is terminated where the reply is None, and truncated
+    after the task's `max_turns`, the last reply being in the messages alone; it stays as it is then, until it is reset.
+    A policy may say under "stop_reason" why it stopped, a `StopReason` (or its value, or None) for each row: one that a
+    limit cut is truncated, with no reply, for this reason. Where nothing is said the conversation goes on.
+    `"reward"`, float32 (*B, 1), is a row's score in the step in which it ended, and 0 before. `"outcome"` holds an
+    `Outcome` for each row that ended, None for others: where a function of the task raised, it is an error, and the row
+    is truncated, with no score. `"episode"` is where each row stands. The data row of an episode is
+    `rows[prompt_index]` where the TensorDict has `prompt_index` (`rows` are the task's training rows by default), else
+    the entries of the TensorDict, with the prompt under "prompt". `close` ends what was opened.
+
+    Tools of all rows run at once, each call for at most `tool_seconds`. So do scores, each for `score_seconds`, sync
+    ones in 8 threads; with None those run one after another. Async replies run at once too; sync ones run one after
+    another, for a thread each costs more than most of them take, and one that hangs hangs all. Where they block, give
+    `reply_seconds`: each `begin` and `reply` has a thread of its own then, and so many seconds. What is late costs its
+    own row, whose outcome is timed out.
 
     A template that writes earlier turns in another way once there are later ones makes other tokens of the row, in
     front of the new ones as well: `ramet.rollouts.collect` refuses such rows, and `ramet.episodes` collects them.
 
     `template` is by default the tokenizer's chat template, with `template_kwargs` as its variables; `PlainTemplate`
     takes prompts as they are. A turn ends with the tokenizer's eos or one of `stop_ids`, which are no part of the
-    message. `batch_size` n is (n,), and no other batch is taken; None or 0 is (), and takes any number of rows.
+    message, unless they are text, such as a line break. `batch_size` n is (n,), and no other batch is taken; None or 0
+    is (), and takes any number of rows.
 
     >>> from tensordict import TensorDict
     >>> from ramet.ragged import rows
@@ -119,6 +130,9 @@ class ChatEnv(EnvBase):
         stop_ids: Sequence[int] = (),
         observation_key: KeyPath | None = None,
         action_key: KeyPath | None = None,
+        tool_seconds: float = 30.0,
+        score_seconds: float | None = 600.0,
+        reply_seconds: float | None = None,
     ) -> None:
         if input_mode not in _MODES:
             raise ValueError(f"input_mode must be one of {list(_MODES)}: found {input_mode!r}")
@@ -130,6 +144,8 @@ class ChatEnv(EnvBase):
             raise ValueError("template_kwargs are variables of the tokenizer's own template: give them to `template`")
         if task is not None and policy_role != "assistant":
             raise ValueError(f"with a task, the policy says what the assistant says: found policy_role={policy_role!r}")
+        if input_mode == "history" and observation_key not in (None, HISTORY):
+            raise ValueError(f"messages are under {HISTORY}: found observation_key={observation_key!r}")
         size = as_batch_size(batch_size)
         super().__init__(batch_size=size, device=device, batch_locked=bool(size))
         self.input_mode, self.system_prompt, self.task = input_mode, system_prompt, task
@@ -138,8 +154,10 @@ class ChatEnv(EnvBase):
         self.data_key: KeyPath = "query" if data_key is None else data_key
         self.observation_key: KeyPath = (input_mode, "prompt") if observation_key is None else observation_key
         self.action_key: KeyPath = (input_mode, "response") if action_key is None else action_key
-        self._form = self._form_of(input_mode)
+        keys = Keys(self.observation_key, self.action_key)
+        self._form: Form = form_of(input_mode, keys, policy_role, tokenizer)
         self._given = (template, template_kwargs, rows, tuple(stop_ids))
+        self._limits = Limits(tool_seconds, score_seconds, reply_seconds)
         self._equip()
         self._make_specs()
 
@@ -148,11 +166,10 @@ class ChatEnv(EnvBase):
         self.template, options, rows, stop_ids = self._given
         if self.template is None and self.input_mode != "history" and self.tokenizer is not None:
             self.template = ChatTemplate(self.tokenizer, options)
-        eos = None if self.tokenizer is None else self.tokenizer.eos_token_id
-        ends = frozenset(stop_ids if eos is None else (eos, *stop_ids))
         self._players: Players | None = None
         if self.task is not None:
-            self._players = Players(self.task, Talks(self.input_mode, self.template, self.tokenizer, ends), rows)
+            talks = Talks(self.input_mode, self.template, self.tokenizer, stop_ids)
+            self._players = Players(self.task, talks, rows, self._limits)
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
@@ -166,20 +183,10 @@ class ChatEnv(EnvBase):
         self._equip()
         self._set_seed(seed)
 
-    def _form_of(self, mode: Mode) -> Form:
-        full = (*self.action_key[:-1], "full") if isinstance(self.action_key, tuple) else None
-        keys = Keys(self.observation_key, self.action_key, full)
-        if mode == "history" and self.observation_key != _HISTORY:
-            raise ValueError(f"messages are under {_HISTORY}: found observation_key={self.observation_key!r}")
-        if mode == "tokens":
-            assert self.tokenizer is not None
-            return Ids(keys, self.policy_role, self.tokenizer)
-        return Messages(keys, self.policy_role) if mode == "history" else Strings(keys, self.policy_role)
-
     def _make_specs(self) -> None:
         size, device = self.batch_size, self.device
         observation, action = Composite(shape=size, device=device), Composite(shape=size, device=device)
-        observation[_HISTORY] = NonTensor(size, device, example_data=[{"role": self.user_role, "content": EXAMPLE}])
+        observation[HISTORY] = NonTensor(size, device, example_data=[{"role": self.user_role, "content": EXAMPLE}])
         prompt, answer = self._form.specs(size, device)
         if prompt is not None:
             observation[self.observation_key] = prompt
@@ -200,9 +207,9 @@ class ChatEnv(EnvBase):
 
     @property
     def consumed_keys(self) -> list[KeyPath]:
-        """Keys that a step uses up: the answer, or the whole conversation in its place."""
-        full = self._form.keys.full
-        return self.action_keys if full is None else [*self.action_keys, full]
+        """Keys that a step uses up: the answer, or the whole conversation in its place, and why it stopped."""
+        full = [] if self._form.keys.full is None else [self._form.keys.full]
+        return [*self.action_keys, *full, *([] if self.task is None else [Key.STOP])]
 
     def close(self) -> None:
         """End what the functions of the task were run with; nothing without a task."""
@@ -245,8 +252,8 @@ class ChatEnv(EnvBase):
             entries[EPISODE] = entry_of(Objects([stands.get(row) for row in range(count)]), batch)
             entries[OUTCOME] = entry_of(Objects([None] * count), batch)
         entries[self.observation_key] = self._form.begun([opened.get(row) for row in range(count)], td)
-        entries[_HISTORY] = History.of([prompts.get(row, []) for row in range(count)]).entry(batch)
-        entries |= {flag: torch.zeros((*td.batch_size, 1), dtype=torch.bool, device=td.device) for flag in _FLAGS}
+        entries[HISTORY] = History.of([prompts.get(row, []) for row in range(count)]).entry(batch)
+        entries |= {flag: torch.zeros((*td.batch_size, 1), dtype=torch.bool, device=td.device) for flag in FLAGS}
         if mask is not None:
             before = {key: whole(td, key) for key in entries}
             entries = {
@@ -294,14 +301,14 @@ class ChatEnv(EnvBase):
         return self._stepped(td, mask)
 
     def _stepped(self, td: TensorDictBase, mask: Tensor | None) -> TensorDictBase:
-        history, batch = read_history(td, _HISTORY), bool(td.batch_dims)
+        history, batch = read_history(td, HISTORY), bool(td.batch_dims)
         answer = self._form.answer(td, history)
         if self._players is not None:
             return self._played(td, self._players.step(td, mask, self._form.words(answer)), history)
         longer = history.append(answer.part, None if mask is None else mask.reshape(-1).tolist())
         entries: dict[KeyPath, Any] = {self.observation_key: self._form.appended(td, answer, mask)}
-        entries[_HISTORY] = longer.entry(batch)
-        return nested(entries | self._flags(td, mask, {}), td)
+        entries[HISTORY] = longer.entry(batch)
+        return nested(entries | flags_after(td, mask, {}), td)
 
     def _played(self, td: TensorDictBase, step: Step, history: History) -> TensorDictBase:
         """Return what came of a turn of a task; rows that did not take it stay as they are."""
@@ -315,17 +322,8 @@ class ChatEnv(EnvBase):
             OUTCOME: entry_of(Objects(step.outcomes), batch),
             Key.REWARD: rewards.view(*td.batch_size, 1),
         }
-        entries[_HISTORY] = history.append(Given(step.messages), step.taken).entry(batch)
-        return nested(entries | self._flags(td, taken, ends), td)
-
-    def _flags(self, td: TensorDictBase, mask: Tensor | None, ends: Mapping[str, Tensor]) -> dict[KeyPath, Tensor]:
-        """Return the flags, false where `ends` do not say otherwise; rows that `mask` does not name keep theirs."""
-        none = torch.zeros((*td.batch_size, 1), dtype=torch.bool, device=td.device)
-        flags: dict[KeyPath, Tensor] = {}
-        for name in ("terminated", "truncated"):
-            flag = ends[name].view(none.shape) if name in ends else none.clone()
-            flags[name] = flag if mask is None else torch.where(mask[..., None], flag, td.get(name, none))
-        return {**flags, "done": flags["terminated"] | flags["truncated"]}
+        entries[HISTORY] = history.append(Given(step.messages), step.taken).entry(batch)
+        return nested(entries | flags_after(td, taken, ends), td)
 
     # Prompts out of a loader, or of a task.
 
@@ -349,6 +347,9 @@ class ChatEnv(EnvBase):
         stop_ids: Sequence[int] = (),
         observation_key: KeyPath | None = None,
         action_key: KeyPath | None = None,
+        tool_seconds: float = 30.0,
+        score_seconds: float | None = 600.0,
+        reply_seconds: float | None = None,
     ) -> TransformedEnv:
         """Make an environment of this class whose prompts come from a loader, by a `DataLoadingPrimer`.
 
@@ -363,7 +364,7 @@ class ChatEnv(EnvBase):
         """
         if data_key is None:
             data_key = "query"
-        if isinstance(dataloader, Sequence) and dataloader and all(map(_is_messages, dataloader)):
+        if isinstance(dataloader, Sequence) and dataloader and all(map(is_messages, dataloader)):
             dataloader = [{data_key: messages} for messages in dataloader]
         primer = DataLoadingPrimer(
             dataloader,
@@ -386,9 +387,8 @@ class ChatEnv(EnvBase):
             stop_ids=stop_ids,
             observation_key=observation_key,
             action_key=action_key,
+            tool_seconds=tool_seconds,
+            score_seconds=score_seconds,
+            reply_seconds=reply_seconds,
         )
         return env.append_transform(primer)
-
-
-def _is_messages(item: Any) -> bool:
-    return isinstance(item, list | tuple) and bool(item) and all(isinstance(m, Mapping) and "role" in m for m in item)

@@ -39,11 +39,23 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Under which keys the prompt and the answer are; `full` is the whole conversation in place of an answer."""
+    """Under which keys the prompt and the answer are."""
 
     prompt: KeyPath
     answer: KeyPath
-    full: KeyPath | None
+
+    @property
+    def full(self) -> KeyPath | None:
+        """Where the whole conversation may be in place of an answer."""
+        return (*self.answer[:-1], "full") if isinstance(self.answer, tuple) else None
+
+
+def form_of(mode: str, keys: Keys, role: str, tokenizer: PreTrainedTokenizerBase | None) -> Form:
+    """Return the form of a mode of `ChatEnv`: "history", "text" or "tokens"."""
+    if mode == "tokens":
+        assert tokenizer is not None
+        return Ids(keys, role, tokenizer)
+    return Messages(keys, role) if mode == "history" else Strings(keys, role)
 
 
 class Form(ABC):

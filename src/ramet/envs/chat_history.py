@@ -76,10 +76,29 @@ class History:
     (['2+2?', '4'], ['2+2?', '5'])
     """
 
-    __slots__ = ("turns",)
+    __slots__ = ("_before", "_part", "_turns")
+
+    _turns: list[Turn] | None
+    _before: History | None  # what `_part` stands behind in all rows, until somebody asks for the turns
+    _part: Part | None
 
     def __init__(self, turns: list[Turn]) -> None:
-        self.turns = turns
+        self._turns, self._before, self._part = turns, None, None
+
+    @property
+    def turns(self) -> list[Turn]:
+        """The last turn of each row; what was appended to all rows is dealt out to them the first time."""
+        path, node = [], self
+        while node._turns is None:
+            path.append(node)
+            assert node._before is not None
+            node = node._before
+        turns = node._turns
+        for node in reversed(path):
+            assert node._part is not None
+            turns = node._turns = list(zip(turns, repeat(node._part), range(len(turns)), strict=False))
+            node._before = node._part = None
+        return turns
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[Message]]) -> History:
@@ -87,15 +106,16 @@ class History:
         return cls([None] * len(rows)).append(Given(rows))
 
     def __len__(self) -> int:
-        return len(self.turns)
+        return len(self._part if self._turns is None and self._part is not None else self.turns)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (History.of, (self.tolist(),))
 
     def append(self, part: Part, mask: Sequence[bool] | None = None) -> History:
         """Return the conversations with a part behind those that `mask` [B] names (None: all)."""
-        grown: list[Turn] = list(zip(self.turns, repeat(part), range(len(self.turns)), strict=False))
-        return History(grown if mask is None else _chosen(mask, grown, self.turns))
+        grown = History.__new__(History)
+        grown._turns, grown._before, grown._part = None, self, part
+        return grown if mask is None else History(_chosen(mask, grown.turns, self.turns))
 
     def where(self, mask: Tensor, other: History) -> History:
         """Return the conversations of this where `mask` [B] is true, those of `other` elsewhere."""

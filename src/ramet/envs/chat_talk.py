@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from functools import partial
+from typing import Any, Protocol, TypeAlias
 
-from ramet.chat import ChatTemplate, Conversation, Template
+from ramet.chat import ChatTemplate, Conversation, PlainTemplate, Template
 from ramet.chat.markers import Markers
 from ramet.chat.seams import Seams
 from ramet.chat.template import Rewrites, Schemas
@@ -20,6 +21,13 @@ from ramet.types import Episode, Message
 
 Moves: TypeAlias = "tuple[Moves, Any, tuple[Message, ...]] | None"
 """What was said before, what the model said, and what came back; None before the first turn."""
+
+
+class Reading(Protocol):
+    """The `read_turn` of a toolbox."""
+
+    def __call__(self, text: str, turn: int = 0) -> Message:
+        """Return what a model wrote in a turn as a message, with the calls in it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -41,6 +49,11 @@ class Standing:
     trouble: Any = None
     opening: Sequence[int] = ()
     talk: Talk | None = None
+
+    @property
+    def bare(self) -> bool:
+        """Whether the prompt is text with nothing around it: no chat template has a place for it."""
+        return isinstance(self.row.get("prompt"), str) and len(self.prompt) == 1
 
     def then(self, said: Any, replies: Sequence[Message], episode: Episode, talk: Talk | None) -> Standing:
         """Return where the episode stands after a turn."""
@@ -81,10 +94,10 @@ def _standing(*parts: Any) -> Standing:
 class Talk:
     """What was said in one episode: messages, and a `Conversation` where a template writes them."""
 
-    def __init__(self, talks: Talks, prompt: Sequence[Message]) -> None:
+    def __init__(self, talks: Talks, prompt: Sequence[Message], template: Template | None) -> None:
         self._talks, self.turns = talks, 0
         self._messages = list(prompt)
-        self._talk = None if talks.template is None else Conversation(talks.template, prompt, talks.schemas)
+        self._talk = None if template is None else Conversation(template, prompt, talks.schemas)
         self._seen = (0, 0)
 
     @property
@@ -97,19 +110,20 @@ class Talk:
         """What the first piece begins with."""
         return [] if self._talk is None else list(self._talk.piece.tokens)
 
-    def take(self, said: Any) -> None:
-        """Take what the model said: ids, or messages."""
+    def take(self, said: Any, cut: bool = False) -> None:
+        """Take what the model said: ids, or messages; `cut` says that a limit ended it."""
+        talks, turn = self._talks, self.turns
         self.turns += 1
-        talks = self._talks
         if self._talk is None:
             self._messages.extend(said)
             last = said[-1] if said else {}
             if talks.read is not None and "tool_calls" not in last and isinstance(last.get("content"), str):
-                self._messages[-1] = {**last, **talks.read(last["content"])}
+                self._messages[-1] = {**last, **talks.read(last["content"], turn)}
             return
         self._seen = (len(self._talk.pieces), len(self._talk.piece.tokens))
-        ended = talks.ended(said)
-        self._talk.answer(said, [math.nan] * len(said), -1, ended=ended, read=talks.read)
+        ended = not cut and talks.ended(said)
+        read = None if talks.read is None else partial(talks.read, turn=turn)
+        self._talk.answer(said, [math.nan] * len(said), -1, ended=ended, read=read)
 
     def reply(self, messages: Sequence[Message]) -> None:
         """Take what came back."""
@@ -128,15 +142,25 @@ class Talk:
 
 
 class Talks:
-    """How the conversations of an environment are held: in tokens, in text (a character is a token), or in messages."""
+    """How the conversations of an environment are held: in tokens, in text (a character is a token), or in messages.
 
-    def __init__(self, mode: str, template: Template | None, tokenizer: Any, ends: frozenset[int]) -> None:
-        self.mode, self.tokenizer, self.ends = mode, tokenizer, ends
+    A turn ends with eos or one of `stop_ids`, which is no part of it; one that is text, such as a line break, is.
+    """
+
+    def __init__(self, mode: str, template: Template | None, tokenizer: Any, stop_ids: Sequence[int]) -> None:
+        self.mode, self.tokenizer = mode, tokenizer
         self.template: Template | None = None if mode == "history" else template
-        if mode == "text" and template is not None:
-            self.template = Characters(template)
+        self.bare = self.template
+        if isinstance(self.template, ChatTemplate):
+            self.bare = PlainTemplate(self.template.tokenizer)
+        if mode == "text":
+            self.template, self.bare = (one and Characters(one) for one in (self.template, self.bare))
+        self.ends: frozenset[int] = frozenset()
+        if mode == "tokens":
+            unseen = (token for token in stop_ids if not tokenizer.decode([token], skip_special_tokens=True))
+            self.ends = frozenset((tokenizer.eos_token_id, *unseen))
         self.schemas: Schemas = ()
-        self.read: Callable[[str], Message] | None = None
+        self.read: Reading | None = None
 
     def shown(self, tokens: Sequence[int]) -> Any:
         """Return tokens as the environment holds them: as ids, or as text."""
@@ -147,17 +171,17 @@ class Talks:
         """What a turn adds that adds nothing."""
         return None if self.mode == "history" else []
 
-    def offer(self, schemas: Schemas, read: Callable[[str], Message]) -> None:
-        """Offer tools, calls of which `read` finds in what the model wrote."""
+    def offer(self, schemas: Schemas, read: Reading) -> None:
+        """Offer tools, calls of which `read` finds in what the model wrote in a turn."""
         self.schemas, self.read = schemas, read
 
-    def begin(self, prompt: Sequence[Message]) -> Talk:
-        """Begin a conversation."""
-        return Talk(self, prompt)
+    def begin(self, prompt: Sequence[Message], *, bare: bool = False) -> Talk:
+        """Begin a conversation; `bare` says that its prompt is text that goes on as it is."""
+        return Talk(self, prompt, self.bare if bare else self.template)
 
     def again(self, standing: Standing) -> Talk:
         """Begin a conversation and say all that was said in an episode."""
-        talk = self.begin(standing.prompt)
+        talk = self.begin(standing.prompt, bare=standing.bare)
         for said, replies in standing.history():
             talk.take(said)
             if replies:
@@ -174,11 +198,9 @@ class Talks:
             return str(self.tokenizer.decode(said, skip_special_tokens=True))
         return "".join(map(chr, said)) if self.mode == "text" else episode.text
 
-    def sampled(self, standing: Standing, said: Any) -> tuple[int, ...]:
-        """Return all tokens that were sampled; none where there are no tokens."""
-        if self.mode != "tokens":
-            return ()
-        return tuple(token for one in [*(answer for answer, _ in standing.history()), said] for token in one)
+    def sampled(self, answers: Sequence[Any]) -> tuple[int, ...]:
+        """Return all tokens of the answers; none where there are no tokens."""
+        return tuple(token for one in answers for token in one) if self.mode == "tokens" else ()
 
 
 class Characters:
@@ -189,6 +211,7 @@ class Characters:
         if isinstance(template, ChatTemplate):  # with a memory of its own: what it knows of seams holds tokens
             template = ChatTemplate(template.tokenizer, template.options, rewrites=template.rewrites)
         self._template = template
+        self._seams: dict[str, Seams] = {}
 
     def render(self, messages: Sequence[Message], tools: Schemas = ()) -> str:
         """Return what the template writes."""
@@ -203,7 +226,12 @@ class Characters:
         return "".join(map(chr, ids))
 
     def seams(self, tools: Schemas = ()) -> Seams:
-        """Return what is known by now of what the template writes behind a turn."""
+        """Return what is known by now of what the template writes behind a turn: the same object each time."""
         if isinstance(self._template, ChatTemplate):
             return self._template.seams(tools)
-        return Seams(lambda messages: self._template.render(messages, tools), Markers())
+        key = repr(tools)
+        if key not in self._seams:
+            # What another template looks for in a text nobody knows here, so each reply is rendered with all before.
+            markers = Markers(read=isinstance(self._template, PlainTemplate))
+            self._seams[key] = Seams(lambda messages: self._template.render(messages, tools), markers)
+        return self._seams[key]

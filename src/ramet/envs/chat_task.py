@@ -5,39 +5,61 @@ from __future__ import annotations
 import asyncio
 import copy
 import inspect
+import math
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 
+from ramet.envs.chat_calls import Caller, Work
 from ramet.envs.chat_history import items_of
-from ramet.envs.chat_rows import numbers, picked_rows, rows_of
+from ramet.envs.chat_rows import numbers, picked_rows, rows_of, stops
 from ramet.envs.chat_talk import Standing, Talk, Talks
 from ramet.errors import DataError
 from ramet.specs import KeyPath, describe
 from ramet.tasks import Judge, Task
-from ramet.tasks.loop import EventLoop
+from ramet.tasks.replies import as_messages
 from ramet.tasks.task import Row, rng_of
 from ramet.tasks.verdicts import Raised
 from ramet.transforms.entries import entry
 from ramet.types import Episode, Key, Message, Outcome, Sample, StopReason
 
 EPISODE, OUTCOME = "episode", "outcome"
-_NOT_OF_THE_ROW = {"_reset", "done", "terminated", "truncated", EPISODE, OUTCOME, "next", "history", "text", "tokens"}
+_NOT_OF_THE_ROW = {"_reset", "done", "terminated", "truncated", EPISODE, OUTCOME, Key.STOP, "next"}
+_NOT_OF_THE_ROW |= {"history", "text", "tokens"}
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How many seconds a call of a tool, a score and a function of the task may take; None: as long as it takes."""
+
+    tool: float = 30.0
+    score: float | None = 600.0
+    reply: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("tool", "score", "reply"):
+            seconds = getattr(self, name)
+            if seconds is None and name != "tool":
+                continue
+            if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
+                raise ValueError(f"{name}_seconds must be a finite number of seconds above 0: found {seconds!r}")
 
 
 @dataclass(slots=True)
 class Turn:
     """A turn of the model while it is taken, and what came of it.
 
-    `added` is what stands behind the prompt by now, `whole` the new row where a template wrote it anew.
+    `stop` is why the policy says that it stopped, None where it does not say. `added` is what stands behind the prompt
+    by now, `whole` the new row where a template wrote it anew.
     """
 
     before: Standing
     said: Any
+    stop: StopReason | None = None
     talk: Talk | None = None
     episode: Episode | None = None
     known: int = 0
@@ -49,6 +71,16 @@ class Turn:
     truncated: bool = False
     outcome: Outcome | None = None
     after: Standing | None = None
+
+    @property
+    def cut(self) -> bool:
+        """Whether a limit ended what the model said."""
+        return self.stop is not None and self.stop.truncated
+
+    @property
+    def untaken(self) -> bool:
+        """Whether the limit left no words, which is no turn."""
+        return self.cut and _is_empty(self.said)
 
     @property
     def messages(self) -> list[Message]:
@@ -73,29 +105,26 @@ class Step:
 class Players:
     """Plays the rows of a batch: what the model says goes in, what the task says comes back."""
 
-    def __init__(self, task: Task, talks: Talks, rows: Sequence[Row] | None = None) -> None:
+    def __init__(self, task: Task, talks: Talks, rows: Sequence[Row] | None, limits: Limits) -> None:
         self.task, self.seed, self.talks = task, 0, talks
         self._rows = task.train if rows is None else rows
-        self._judge = Judge(task.score)
+        self._judge = Judge(task.score, seconds=limits.score)
+        self._call = Caller(limits.reply)
         self._toolbox: Any = None
-        self._loop: EventLoop | None = None
         self._open: dict[int, Any] = {}  # states that want to be closed
         if task.tools:
             from ramet.tools import Toolbox
 
-            self._toolbox = Toolbox(task.tools)
+            self._toolbox = Toolbox(task.tools, timeout=limits.tool)
             talks.offer(self._toolbox.schemas, self._toolbox.read_turn)
 
     def close(self) -> None:
         """Close what runs for the task, and the states of episodes that did not end."""
-        for state in list(self._open.values()):
-            self._close_state(state)
+        self._close_states(list(self._open.values()))
         if self._toolbox is not None:
             self._toolbox.close()
         self._judge.close()
-        loop, self._loop = self._loop, None
-        if loop is not None:
-            loop.close()
+        self._call.close()
 
     # The beginning.
 
@@ -110,37 +139,46 @@ class Players:
     ) -> tuple[dict[int, Standing], dict[int, Any]]:
         """Begin an episode in each of `rows`; return where they stand, and the text or ids of their prompts."""
         if entry(td, EPISODE) is not None:
-            for row, old in enumerate(items_of(td, EPISODE)):
-                if row in rows and isinstance(old, Standing):
-                    self._close_state(old.state)
+            before = [old for row, old in enumerate(items_of(td, EPISODE)) if row in rows]
+            self._close_states([old.state for old in before if isinstance(old, Standing)])
         columns = {key: numbers(td, key) for key in (Key.PROMPT_INDEX, Key.GROUP, Key.MEMBER)}
-        made, values, opened = {}, [], {}
+        made, opened = {}, {}
         for row, data in rows.items():
             index, group, member = (column[row] if column else None for column in columns.values())
             group = row if group is None else group
             rng = rng_of(self.seed, group if index is None else index)
-            talk = self.talks.begin(prompts[row])
-            made[row] = Standing(data, prompts[row], rng, group, member or 0, talk=talk)
-            opened[row] = self.talks.shown(talk.opening)
-            made[row].opening = opened[row] if self.talks.mode == "tokens" else ()
-            values.append(_called(self.task.begin, data, rng) if self.task.begin is not None else None)
-        for one, value in zip(made.values(), self._awaited(values), strict=True):
+            made[row] = one = Standing(data, prompts[row], rng, group, member or 0)
+            one.talk = self.talks.begin(prompts[row], bare=one.bare)
+            opened[row] = self.talks.shown(one.talk.opening)
+            one.opening = opened[row] if self.talks.mode == "tokens" else ()
+        if self.task.begin is None:
+            return made, opened
+        values = self._call(Work(self._kept, (self.task.begin, one.row, one.rng)) for one in made.values())
+        for one, value in zip(made.values(), values, strict=True):
             if isinstance(value, Raised):
                 one.trouble = _failure("begin", value.error)
             else:
-                one.state = value
-                if _closes(value):
-                    self._open[id(value)] = value
+                one.state = self._keep(value)
         return made, opened
+
+    def _kept(self, begin: Any, data: Row, rng: random.Random) -> Any:
+        """Call `begin`; what it returns is closed even where nobody waits for it any more."""
+        return self._keep(begin(data, rng))
+
+    def _keep(self, state: Any) -> Any:
+        if _closes(state) and not inspect.isawaitable(state):
+            self._open[id(state)] = state
+        return state
 
     # A turn.
 
     def step(self, td: TensorDictBase, mask: torch.Tensor | None, words: Sequence[Any]) -> Step:
         """Take what the model said in the rows that `mask` names and that have not ended."""
-        stands, outcomes = self._stands(td), items_of(td, OUTCOME)
+        stands, outcomes, reasons = self._stands(td), items_of(td, OUTCOME), stops(td, Key.STOP)
         flags = [True] * len(stands) if mask is None else mask.reshape(-1).tolist()
         taken = [flag and outcome is None for flag, outcome in zip(flags, outcomes, strict=True)]
-        turns = self._turns({row: (stands[row], words[row]) for row, flag in enumerate(taken) if flag})
+        said = {row: Turn(stands[row], words[row], reasons[row]) for row, flag in enumerate(taken) if flag}
+        turns = self._turns(said)
         rewards = [0.0] * len(stands)
         for row, turn in turns.items():
             assert turn.after is not None
@@ -165,44 +203,49 @@ class Players:
                 )
         return stands
 
-    def _turns(self, said: Mapping[int, tuple[Standing, Any]]) -> dict[int, Turn]:
-        """Take what the model said in some rows, each with where it stands; return what came of it, by row."""
-        turns = {row: self._taken(row, standing, words) for row, (standing, words) in said.items()}
-        playing = [turn for turn in turns.values() if turn.outcome is None]
-        for turn, value in zip(playing, self._awaited(map(self._asked, playing)), strict=True):
+    def _turns(self, turns: dict[int, Turn]) -> dict[int, Turn]:
+        """Take what the model said in some rows; return what came of it, by row."""
+        for row, turn in turns.items():
+            self._take(row, turn)
+        asked = [turn for turn in turns.values() if not turn.truncated]
+        for turn, value in zip(asked, self._call(map(self._asked, asked)), strict=True):
             turn.value = value
-        for turn in playing:
             self._answer(turn)
-        ended = [turn for turn in playing if turn.outcome is None and (turn.terminated or turn.truncated)]
+        ended = [turn for turn in turns.values() if turn.outcome is None and (turn.terminated or turn.truncated)]
         for turn, outcome in zip(ended, self._judge([self._sample(turn) for turn in ended]), strict=True):
             turn.outcome = outcome
         for turn in turns.values():
-            turn.after = turn.before if turn.episode is None else self._after(turn)
-            if turn.terminated or turn.truncated:
-                self._close_state(turn.after.state)
+            turn.after = turn.before if turn.episode is None or turn.untaken else self._after(turn)
+        self._close_states(
+            [turn.after.state for turn in turns.values() if turn.after and (turn.terminated or turn.truncated)]
+        )
         return turns
 
-    def _taken(self, row: int, standing: Standing, said: Any) -> Turn:
+    def _take(self, row: int, turn: Turn) -> None:
         """Take the words of one row; the episode before them stays as it was, as far as its state can be copied."""
-        turn = Turn(standing, said)
-        if standing.trouble is not None:
-            turn.outcome, turn.truncated, turn.added = standing.trouble, True, self.talks.nothing
-            return turn
-        first = standing.talk is not None and standing.talk.turns == standing.turns
-        state, rng = _copied(standing, row, first)
-        turn.talk = talk = standing.talk if first and standing.talk is not None else self.talks.again(standing)
-        turn.known = len(talk.messages)
-        talk.take(said)
-        turn.episode = Episode(standing.row, list(talk.messages), rng, state, standing.turns + 1)
-        return turn
+        before, trouble = turn.before, turn.before.trouble
+        if trouble is None and turn.stop is StopReason.ERROR:
+            trouble = Outcome.error("the policy gave no completion")
+        if trouble is not None:
+            turn.outcome, turn.truncated, turn.added = trouble, True, self.talks.nothing
+            return
+        first = before.talk is not None and before.talk.turns == before.turns
+        state, rng = _copied(before, row, first)
+        turn.talk = talk = before.talk if first and before.talk is not None else self.talks.again(before)
+        turn.known, turn.truncated = len(talk.messages), turn.cut
+        turn.added = self.talks.nothing
+        if not turn.untaken:
+            talk.take(turn.said, turn.cut)
+            turn.added, turn.whole = talk.news()
+        turn.episode = Episode(before.row, list(talk.messages), rng, state, before.turns + (not turn.untaken))
 
-    def _asked(self, turn: Turn) -> Any:
-        """Call the tools, or else the reply; an awaitable where they are async."""
+    def _asked(self, turn: Turn) -> Work | None:
+        """Return what answers a turn: the tools, or else the reply."""
         assert turn.episode is not None
         calls = self._calls(turn)
         if calls:
-            return _called(self._toolbox.run, calls, turn.episode)
-        return None if self.task.reply is None else _called(self.task.reply, turn.episode)
+            return Work(self._toolbox.run, (calls, turn.episode), timed=False)
+        return None if self.task.reply is None else Work(self.task.reply, (turn.episode,))
 
     def _calls(self, turn: Turn) -> Any:
         """Return the calls of tools in a turn."""
@@ -213,15 +256,13 @@ class Players:
         assert turn.episode is not None
         assert turn.talk is not None
         if isinstance(turn.value, Raised):
-            turn.outcome, turn.truncated = (
-                _failure("the tools" if self._calls(turn) else "reply", turn.value.error),
-                True,
-            )
-        else:
-            turn.replies = self._replies(turn.value)
-            turn.terminated = turn.replies is None
-            turn.truncated = not turn.terminated and turn.episode.turns >= self.task.max_turns
-        if turn.replies:
+            turn.outcome = _failure("the tools" if self._calls(turn) else "reply", turn.value.error)
+            turn.truncated = True
+            return
+        turn.replies = self._replies(turn.value)
+        turn.terminated = turn.replies is None
+        turn.truncated = not turn.terminated and turn.episode.turns >= self.task.max_turns
+        if turn.replies and not turn.truncated:  # the model sees none after its last turn
             try:
                 turn.talk.reply(turn.replies)
             except DataError as error:  # the template refuses them
@@ -229,31 +270,24 @@ class Players:
         turn.added, turn.whole = turn.talk.news()
 
     def _replies(self, value: Any) -> list[Message] | None:
-        if value is None:
-            return None
-        if isinstance(value, str):
-            return [{"role": "user", "content": value}]
-        messages = [value] if isinstance(value, Mapping) else value
-        if isinstance(messages, Sequence) and messages and all(map(_is_message, messages)):
-            return [dict(message) for message in messages]
-        name = getattr(self.task.reply, "__qualname__", type(self.task.reply).__qualname__)
-        raise TypeError(
-            f"{name} of the task {self.task.name!r} must return text, a message, messages (at least one) or None: "
-            f"found {str(value)[:80]!r} of type {type(value).__name__}"
-        )
+        reply = self.task.reply
+        name = f"{getattr(reply, '__qualname__', type(reply).__qualname__)} of the task {self.task.name!r}"
+        messages = as_messages(value, name)
+        return None if messages is None else [dict(message) for message in messages]
 
     def _sample(self, turn: Turn) -> Sample:
         before, episode = turn.before, turn.episode
         assert episode is not None
-        sampled = self.talks.sampled(before, turn.said)
+        words = [said for said, _ in before.history()]
+        words = words if turn.untaken else [*words, turn.said]
         ended = StopReason.EOS if self.talks.ended(turn.said) else StopReason.STOP
         return Sample(
             prompt=before.row["prompt"],
-            completion=self.talks.completion(turn.said, episode),
+            completion=self.talks.completion(words[-1], episode) if words else "",
             prompt_tokens=tuple(before.opening),
-            completion_tokens=sampled,
+            completion_tokens=self.talks.sampled(words),
             row=before.row,
-            stop=StopReason.TURNS if turn.truncated else ended,
+            stop=StopReason.TURNS if turn.truncated and not turn.cut else turn.stop or ended,
             group=before.group,
             member=before.member,
             messages=(*episode.messages, *(turn.replies or ())),
@@ -264,53 +298,9 @@ class Players:
         assert turn.episode is not None
         return turn.before.then(turn.said, turn.replies or (), turn.episode, turn.talk)
 
-    # What the functions of the task are run with.
-
-    def _awaited(self, called: Iterable[Any]) -> list[Any]:
-        """Return what was called, in turn; what is awaitable is awaited together. Errors are there as `Raised`."""
-        values: list[Any] = []
-        try:
-            values.extend(called)
-        except BaseException:  # Ctrl-C: nobody will wait for the coroutines that are there
-            for value in filter(inspect.iscoroutine, values):
-                value.close()
-            raise
-        pending = [number for number, value in enumerate(values) if inspect.isawaitable(value)]
-        if not pending:
-            return values
-        if self._loop is None:
-            self._loop = EventLoop()
-        try:
-            found = self._loop.run(_together([values[number] for number in pending]))
-        except BaseException:  # Ctrl-C: that loop may be busy, and is left to itself
-            self._loop = None
-            raise
-        for number, value in zip(pending, found, strict=True):
-            values[number] = value
-        return values
-
-    def _close_state(self, state: Any) -> None:
-        """Close a state that wants it, once; what it raises then is of no interest to the episode that has ended."""
-        if self._open.pop(id(state), None) is not None:
-            self._awaited([_called(state.close)])
-
-
-def _called(function: Any, *arguments: Any) -> Any:
-    try:
-        return function(*arguments)
-    except (Exception, asyncio.CancelledError) as error:  # what the user's function raises costs its own row
-        return Raised(error)
-
-
-async def _settled(awaitable: Any) -> Any:
-    try:
-        return await awaitable
-    except BaseException as error:  # an exit as well: the others go on to their ends
-        return Raised(error)
-
-
-async def _together(pending: Iterable[Any]) -> list[Any]:
-    return list(await asyncio.gather(*map(_settled, pending)))
+    def _close_states(self, states: Sequence[Any]) -> None:
+        """Close states that want it, once; what they raise then is of no interest to the episodes that have ended."""
+        self._call([Work(state.close, ()) for state in states if self._open.pop(id(state), None) is not None])
 
 
 def _failure(where: str, error: BaseException) -> Outcome:
@@ -347,5 +337,6 @@ def _copied(standing: Standing, row: int, first: bool) -> tuple[Any, random.Rand
     return state, standing.rng
 
 
-def _is_message(value: Any) -> bool:
-    return isinstance(value, Mapping) and isinstance(value.get("role"), str)
+def _is_empty(said: Sequence[Any]) -> bool:
+    """Return whether a model said nothing: no tokens, no text, or messages without any."""
+    return not any(one.get("content") or one.get("tool_calls") if isinstance(one, Mapping) else True for one in said)

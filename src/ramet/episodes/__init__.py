@@ -1,13 +1,13 @@
 """Episodes of several turns, each on its own: a slow one holds up nobody, and one that fails costs itself."""
 
+from ramet.concurrency import EventLoop, Here
 from ramet.episodes.collect import Answers, collect_episodes, play_episodes
 from ramet.episodes.gathered import Gathered
-from ramet.episodes.loop import EventLoop, Here
 from ramet.episodes.pipeline import Pipeline, in_steps
 from ramet.episodes.planting import into_forest
 from ramet.episodes.play import play
 from ramet.episodes.played import Played, Rules, Speech, Start, starts_of
-from ramet.episodes.replies import WrongReply
+from ramet.tasks.replies import WrongReply
 
 __all__ = [
     "Answers",

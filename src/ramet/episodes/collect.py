@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
+from ramet.concurrency import EventLoop, Here
 from ramet.episodes.gathered import Gathered
-from ramet.episodes.loop import EventLoop, Here
 from ramet.episodes.planting import into_forest
 from ramet.episodes.play import play
 from ramet.episodes.played import Played, Rules, Speech, Start
@@ -43,7 +43,8 @@ def play_episodes(
     What is async runs in `loop` (None: one for this call), so that clients and semaphores may outlive the call. A
     policy without an `answer` of its own completes its batches in the thread that calls; what it raises is raised, and
     so is Ctrl-C, once all that was under way has been cancelled and has cleaned up. `ended` is handed each episode as
-    soon as it is over, in the thread of the loop: what it was told of is not lost to what comes later.
+    soon as it is over, in the thread of the loop: what it was told of is not lost to what comes later. Of those that an
+    error of the policy ended, which is the end of all, it is not told.
 
     >>> from ramet.chat import PlainTemplate
     >>> from ramet.models.tiny import tiny_tokenizer
@@ -60,15 +61,20 @@ def play_episodes(
     (['1+1=', '2', ' sure?', '2'], 1.0, 'eos')
     """
     with contextlib.ExitStack() as opened:
-        running = opened.enter_context(EventLoop()) if loop is None else loop
+        running = opened.enter_context(EventLoop("ramet episodes")) if loop is None else loop
 
         async def work(here: Here) -> list[Played]:
             if isinstance(policy, Answers):
                 return await play(task, starts, policy.answer, template, rules, judge=judge, ended=ended)
             with Gathered(policy, start=here.start) as gathered:
                 gathered.expect(len(starts))
+
+                def tell(played: Played) -> None:
+                    if not gathered.broken:
+                        ended(played)
+
                 return await play(
-                    task, starts, gathered.answer, template, rules, judge=judge, left=gathered.leave, ended=ended
+                    task, starts, gathered.answer, template, rules, judge=judge, left=gathered.leave, ended=tell
                 )
 
         return running.run(work)

@@ -61,6 +61,8 @@ class Gathered:
         self._waiting: list[_Waiting] = []
         self._busy = False
         self._closed = False
+        self.broken = False
+        """Whether the policy has raised: what its rows are told since then is the end of all."""
         self._timer: asyncio.TimerHandle | None = None
 
     def __enter__(self) -> Self:
@@ -146,7 +148,7 @@ class Gathered:
                 if self._closed:
                     break
         except BaseException as error:
-            told = error
+            told, self.broken = error, True
             raise
         finally:
             loop.call_soon_threadsafe(self._done, batch, told)

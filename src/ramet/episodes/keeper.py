@@ -8,7 +8,7 @@ import logging
 from threading import Lock
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from ramet.episodes.loop import Calls
+from ramet.concurrency import Calls
 
 SECONDS = 30.0
 """How long closing may take before it is given up: it holds up no run."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from ramet.episodes.loop import EventLoop, Exit, Here, cancelled, without_exits
+from ramet.concurrency import EventLoop, Exit, Here, cancelled, without_exits
 
 Batch = TypeVar("Batch")
 

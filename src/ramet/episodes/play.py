@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import torch
 
 from ramet.chat import ChatTemplate, Conversation, Piece, PlainTemplate, Template
+from ramet.concurrency import Calling, Calls, Threads, by_threads, together
 from ramet.episodes.keeper import Keeper
-from ramet.episodes.loop import Calling, Calls, by_threads, together
 from ramet.episodes.played import Played, Rules, Speech, Start
-from ramet.episodes.replies import WrongReply, as_messages
-from ramet.errors import DataError, ModelError
+from ramet.errors import DataError, ModelError, ServerGone
 from ramet.tasks.judge import Judge
+from ramet.tasks.replies import WrongReply, as_messages
 from ramet.tasks.task import Begin, Task, rng_of
-from ramet.tools.threads import Threads
 from ramet.tools.toolbox import Toolbox
 from ramet.types import Completion, Draw, Episode, Kind, Message, Outcome, Request, Sample, StopReason
 
@@ -100,10 +99,11 @@ async def play(
     as soon as it is judged and closed; what it raises ends all.
 
     Raises `WrongReply` where `task.reply` returns something else than text, messages or None, and `RewardError` where a
-    reward is no reward: mistakes in the program, which end all.
+    reward is no reward: mistakes in the program, which end all. So does `ServerGone`, of a policy whose server stays
+    away.
     """
     # An episode waits for one function at a time, and once more for its state to close: none waits for a thread.
-    threads = Threads(2 * max(1, len(starts)))
+    threads = Threads(2 * max(1, len(starts)), "ramet episode")
     own = Toolbox(task.tools, timeout=rules.tool_seconds) if toolbox is None and task.tools else None
     try:
         stage = Stage(
@@ -161,7 +161,7 @@ class _OneEpisode:
         try:
             async with clock:
                 return await self._turns(), None
-        except WrongReply:
+        except (WrongReply, ServerGone):
             raise
         except (Exception, asyncio.CancelledError) as error:
             task = asyncio.current_task()

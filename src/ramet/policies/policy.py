@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import NonTensorData, NonTensorStack, TensorDictBase
 
 from ramet import ragged
 from ramet.errors import ModelError
@@ -36,8 +36,9 @@ class Actor:
     """A policy as a function of TensorDicts, for `env.rollout(..., policy=Actor(...))`.
 
     Reads `tokens` (any ragged layout), and `group_id` and `repeat_index` [B] where they are there (else the row number
-    and 0) as the address of the row's randomness. Writes `tokens_response` and `log_probs`, jagged [B, n], and `turn`
-    int64 [B], which counts the calls so that no two turns share their draws.
+    and 0) as the address of the row's randomness. Writes `tokens_response` and `log_probs`, jagged [B, n],
+    `stop_reason` (the value of a `StopReason` for each row, None where it was not asked), and `turn` int64 [B], which
+    counts the calls so that no two turns share their draws.
     """
 
     policy: Policy
@@ -64,8 +65,16 @@ class Actor:
         unbatched = len(shape) == 0
         td.set(Key.RESPONSE, tokens[0] if unbatched else ragged.Ragged.from_rows(tokens).jagged())
         td.set(Key.LOG_PROBS, log_probs[0] if unbatched else ragged.Ragged.from_rows(log_probs).jagged())
+        set_stop_reasons(td, answers)
         td.set("turn", torch.tensor(turns, dtype=torch.int64).reshape(shape) + 1)
         return td
+
+
+def set_stop_reasons(td: TensorDictBase, answers: Mapping[int, Completion]) -> None:
+    """Write why the policy stopped in each row of `td` that has an answer; None in the others."""
+    count = td.numel() if td.batch_size else 1
+    reasons = [NonTensorData(answers[row].stop.value if row in answers else None) for row in range(count)]
+    td[Key.STOP] = NonTensorStack(*reasons) if td.batch_size else reasons[0]
 
 
 def _column(td: TensorDictBase, key: str, default: Sequence[int]) -> list[int]:

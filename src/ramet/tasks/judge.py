@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import inspect
 import math
 import weakref
 from collections.abc import Awaitable, Sequence
-from threading import Thread
+from functools import partial
 from typing import Any
 
+from ramet.concurrency import Clock, EventLoop, Threads, by_threads
 from ramet.errors import RewardError
-from ramet.tasks.loop import EventLoop
-from ramet.tasks.task import Reward
+from ramet.tasks.task import Reopening, Reward
 from ramet.tasks.verdicts import Raised, Verdicts, name_of, settle
 from ramet.types import Outcome, Sample
+
+THREADS = 512
+"""How many sync rewards run at once at the most, those that never end included."""
 
 
 class Judge:
@@ -28,12 +30,13 @@ class Judge:
 
     Called with samples, sync rewards run one after another, in the thread of the caller. Async ones run together, in
     one event loop for the life of the judge, on a thread of its own: a client or a semaphore may serve all calls.
-    `close` ends that loop.
+    `close` ends that loop, and closes a reward that says it may be closed: a `Reopening`, as `in_processes` makes.
 
     `judged` judges one sample inside an event loop that is running, beside whatever else runs there: a sync reward in a
     thread of its own, at most `threads` at once (0: in the loop's thread, which suits one that takes no time). A reward
     that takes longer than `seconds` costs its own sample, which has then timed out; an async one is cancelled, a sync
-    one is left to end by itself, for a thread can not be stopped. With `seconds` a call with samples judges each of
+    one is left to end by itself, for a thread can not be stopped. (One that computes holds up all others: see
+    `in_processes`.) With `seconds` a call with samples judges each of
     them in this way.
 
     >>> from ramet.types import StopReason
@@ -55,7 +58,8 @@ class Judge:
         self._reward = reward
         self.name = name_of(reward)
         self.seconds = seconds
-        self._threads = threads
+        self._at_once = threads
+        self._threads = Threads(THREADS, "ramet reward")
         self._in_loop = threads == 0 or _is_async(reward)
         self._verdicts = Verdicts(self.name)
         self._left: set[asyncio.Future[Any]] = set()  # cancelled, and not yet ended
@@ -81,21 +85,25 @@ class Judge:
         return self._verdicts.outcome(await self._timed(sample), sample)
 
     def close(self) -> None:
-        """End the event loop of the async rewards, if there is one; a later call starts another.
+        """End what runs for it, and what a `Reopening` reward has open; a later call starts all of it again.
 
-        Nothing is lost without it: the loop ends with the judge.
+        Nothing is lost without it: the event loop and the threads end with the judge.
         """
         loop, self._loop = self._loop, None
         if loop is not None:
             loop.close()
+        threads, self._threads = self._threads, Threads(THREADS, "ramet reward")
+        threads.shutdown()
+        if isinstance(self._reward, Reopening):
+            self._reward.close()
 
     def _await(self, pending: Sequence[Awaitable[Any]]) -> list[Any]:
         if not pending:
             return []
         if self._loop is None:
-            self._loop = EventLoop()
+            self._loop = EventLoop("ramet judge")
         try:
-            return self._loop.run(_together(pending))
+            return self._loop.run(lambda here: _together(pending))
         except BaseException:  # Ctrl-C: that loop may be busy, and is left to itself
             self._loop = None
             raise
@@ -103,26 +111,27 @@ class Judge:
     async def _timed(self, sample: Sample) -> Any:
         """Return the verdict on a sample, or a `Raised`; the limit counts from when the reward is called."""
         if self._in_loop:
-            return await self._limited(asyncio.ensure_future(_settle(self._reward, sample)))
-        seats = self._seats.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._threads))
-        async with seats:
-            return await self._limited(asyncio.ensure_future(_settle_outside(self._reward, sample)))
+            return await self._limited(sample)
+        async with self._seats.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._at_once)):
+            return await self._limited(sample)
 
-    async def _limited(self, work: asyncio.Future[Any]) -> Any:
+    async def _limited(self, sample: Sample) -> Any:
+        clock = Clock(self.seconds)
+        work = clock.start(self._settled(sample))
         try:
-            done, _ = await asyncio.wait({work}, timeout=self.seconds)
-        except asyncio.CancelledError:
-            self._leave(work)
-            raise
-        if done:
-            return work.result()
-        self._leave(work)
+            if await clock.in_time(work):
+                return work.result()
+        finally:
+            if not work.done():
+                self._left.add(work)
+                work.add_done_callback(self._left.discard)
+                work.cancel()
         return Raised(TimeoutError(f"{self.name} took longer than {self.seconds:g} s"))
 
-    def _leave(self, work: asyncio.Future[Any]) -> None:
-        self._left.add(work)
-        work.add_done_callback(self._left.discard)
-        work.cancel()
+    async def _settled(self, sample: Sample) -> Any:
+        call = partial(_call_to_the_end, self._reward, sample)
+        value = call() if self._in_loop else await by_threads(self._threads)(call)
+        return await settle(value) if inspect.isawaitable(value) else value
 
 
 def _is_async(reward: Reward) -> bool:
@@ -141,41 +150,6 @@ def _call_to_the_end(reward: Reward, sample: Sample) -> Any:
         return _call(reward, sample)
     except BaseException as error:  # an exit is for whoever waits for the outcome
         return Raised(error)
-
-
-async def _settle(reward: Reward, sample: Sample) -> Any:
-    value = _call_to_the_end(reward, sample)
-    return await settle(value) if inspect.isawaitable(value) else value
-
-
-async def _settle_outside(reward: Reward, sample: Sample) -> Any:
-    """Call the reward in a daemon thread: one that never ends keeps neither the loop nor Python from ending."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-    context = contextvars.copy_context()
-
-    def put(value: Any) -> None:
-        if future.done():
-            _forget(value)
-        else:
-            future.set_result(value)
-
-    def work() -> None:
-        value = context.run(_call_to_the_end, reward, sample)
-        try:
-            loop.call_soon_threadsafe(put, value)
-        except RuntimeError:  # the loop was closed meanwhile
-            _forget(value)
-
-    Thread(target=work, name="ramet reward", daemon=True).start()
-    value = await future
-    return await settle(value) if inspect.isawaitable(value) else value
-
-
-def _forget(value: Any) -> None:
-    """Close a coroutine that nobody waits for any more."""
-    if inspect.iscoroutine(value):
-        value.close()
 
 
 async def _together(pending: Sequence[Awaitable[Any]]) -> list[Any]:

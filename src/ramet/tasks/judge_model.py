@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
+import math
 import re
 import string
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ramet.errors import ConfigError
+from ramet.errors import ConfigError, ServerError
+from ramet.http import Endpoint, LateError, Outage, RefusedError, Retries, TransientError, clean_url, with_retries
 from ramet.types import Message, Outcome, Sample
-
-if TYPE_CHECKING:
-    import httpx
 
 _SCORE = re.compile(r"score\W{0,6}?(-?\d+(?:\.\d+)?)(?![\d.]*\d)", re.IGNORECASE)
 FIELDS = ("prompt", "completion", "conversation", "row")
+PATH = "/chat/completions"
+LONGEST = 60.0  # seconds between two attempts
 SHOWN = 500  # characters of a verdict that an outcome keeps
 
 
@@ -31,11 +31,14 @@ class JudgeModel:
 
     A verdict that can not be read, or lies outside, abstains. An endpoint that can not be reached, refuses or answers
     with something else is an environment error, and one that takes longer than `timeout` seconds a time-out, after
-    `retries` more attempts with a growing pause between them; what is refused for good (4xx but 408, 409, 425 and 429)
-    is not tried again. At most `concurrency` questions are asked at once.
+    `retries` more attempts with a growing pause between them; what is refused for good (such as 400, 401 and 404) is
+    not tried again. An endpoint that was there once and is away is waited for, up to `outage` seconds (0: not at all),
+    by all questions together: after that, what was asked is an environment error. At most `concurrency` questions are
+    asked at once.
 
-    Every question is a connection of its own, so there is nothing to close. Raises `ConfigError` for a template that
-    can not be filled in, for settings that make no sense, and without the package httpx.
+    Every question is a connection of its own, by the proxies of the environment, so there is nothing to close. Raises
+    `ConfigError` for a template that can not be filled in, for settings that make no sense, and without the package
+    httpx.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class JudgeModel:
         timeout: float = 60.0,
         retries: int = 3,
         pause: float = 0.5,
+        outage: float = 60.0,
     ) -> None:
         _check_fields(template)
         for name, value, low in (
@@ -65,18 +69,18 @@ class JudgeModel:
         for name, number in (("best", best), ("timeout", timeout)):
             if not 0 < number < float("inf"):
                 raise ConfigError(f"JudgeModel: {name} must be a number above 0: found {number!r}")
-        if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"JudgeModel: url must begin with http:// or https://: found {url!r}")
-        self._httpx = _httpx()
-        self._verify = self._httpx.create_ssl_context() if url.startswith("https") else False
+        for name, number in (("pause", pause), ("outage", outage)):
+            if not (math.isfinite(number) and number >= 0):
+                raise ConfigError(f"JudgeModel: {name} must be a number from 0 on: found {number!r}")
+        self._http = Endpoint(clean_url(url), float(timeout), key or None, proxies=True)
+        self._outage = Outage(self._http.ask, f"the judge at {self._http.url}", ["/models"], float(outage))
+        self._retries = Retries(retries, pause, max(pause, LONGEST))
         self.__qualname__ = f"JudgeModel({model})"
-        self._url = f"{url.rstrip('/')}/chat/completions"
         self._template = template
         self._best = best
         self._read = _read_score if read is None else read
-        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._body = {"model": model, "temperature": temperature, "max_tokens": max_tokens}
-        self._timeout, self._retries, self._pause, self._concurrency = timeout, retries, pause, concurrency
+        self._concurrency = concurrency
         # A semaphore belongs to the loop in which somebody first waits for it.
         self._seats: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
             weakref.WeakKeyDictionary()
@@ -104,37 +108,24 @@ class JudgeModel:
     async def _ask(self, question: str) -> str:
         """Return the answer; raise `TimeoutError` or `ConnectionError` once all attempts have failed."""
         body = {**self._body, "messages": [{"role": "user", "content": question}]}
-        error: Exception = ConnectionError("nothing was asked")
-        for attempt in range(self._retries + 1):
-            if attempt:
-                await asyncio.sleep(self._pause * 2 ** (attempt - 1))
-            try:
-                async with asyncio.timeout(self._timeout):
-                    response = await self._post(body)
-            except (TimeoutError, self._httpx.TimeoutException):
-                error = TimeoutError(f"the judge at {self._url} took longer than {self._timeout:g} s")
-                continue
-            except self._httpx.HTTPError as failure:
-                error = ConnectionError(f"the judge at {self._url} failed: {type(failure).__name__}: {failure}")
-                continue
-            if response.is_success:
-                try:
-                    return _content(response)
-                except (ValueError, LookupError, TypeError) as failure:
-                    error = ConnectionError(
-                        f"the judge at {self._url} answered with no chat completion: {response.text[:200]!r}"
-                    )
-                    error.__cause__ = failure
-                    continue
-            error = ConnectionError(f"the judge at {self._url} says {response.status_code}: {response.text[:200]!r}")
-            if response.status_code < 500 and response.status_code not in (408, 409, 425, 429):
-                break
-        raise error
 
-    async def _post(self, body: dict[str, Any]) -> httpx.Response:
-        async with self._httpx.AsyncClient(verify=self._verify, timeout=self._timeout) as client:
-            response: httpx.Response = await client.post(self._url, json=body, headers=self._headers)
-            return response
+        async def ask() -> str:
+            return _content(await self._http.ask("POST", PATH, body))
+
+        try:
+            return await with_retries(ask, self._retries, question, self._outage)
+        except ServerError as error:
+            raise self._told(error) from error
+
+    def _told(self, error: ServerError) -> Exception:
+        """Return what the judge's failure is for whoever asked it: one of time, or of the endpoint."""
+        last = error.__cause__ if isinstance(error.__cause__, TransientError) else error
+        where = f"the judge at {self._http.url}{PATH}"
+        if isinstance(last, LateError):
+            return TimeoutError(f"{where} took longer than {self._http.timeout:g} s")
+        if isinstance(last, (TransientError, RefusedError)) and last.status not in (None, 200):
+            return ConnectionError(f"{where} says {last.status}: {last.detail}")
+        return ConnectionError(f"{where} failed: {error.message}")
 
 
 def _read_score(verdict: str) -> float | None:
@@ -142,10 +133,13 @@ def _read_score(verdict: str) -> float | None:
     return float(found[-1]) if found else None
 
 
-def _content(response: httpx.Response) -> str:
-    content = response.json()["choices"][0]["message"]["content"]
+def _content(answer: Any) -> str:
+    try:
+        content = answer["choices"][0]["message"]["content"]
+    except (LookupError, TypeError):
+        content = None
     if not isinstance(content, str):
-        raise TypeError(f"expected text: found {content!r}")
+        raise TransientError(f"it answered with no chat completion: {repr(answer)[:200]}", status=200)
     return content
 
 
@@ -174,10 +168,3 @@ def _check_fields(template: str) -> None:
             )
     if not {"completion", "conversation"} & set(fields):
         raise ConfigError("JudgeModel: the template shows the judge neither {completion} nor {conversation}")
-
-
-def _httpx() -> Any:
-    try:
-        return importlib.import_module("httpx")
-    except ImportError as error:
-        raise ConfigError("a judge model needs the package httpx", hint="pip install 'ramet[server]'") from error

@@ -16,7 +16,7 @@ from ramet.errors import ConfigError, DataError, nearest
 from ramet.prompts import refuse_shared
 from ramet.tasks.options import flag, one_of, text, whole
 from ramet.tasks.readings import as_number, boxed, last_number
-from ramet.tasks.task import Task
+from ramet.tasks.task import Reopening, Task
 from ramet.tasks.verifier import Verifier
 from ramet.types import Sample
 
@@ -56,7 +56,7 @@ def maths(
 
     An answer of the data ends in "#### 42" behind a worked solution, or in a `\boxed{}`, or is the final answer alone.
     A completion's is what its last `\boxed{}` holds; without one, unless `boxed_only`, what stands behind "####", or
-    its last number. Numbers are compared exactly; anything else goes to math-verify, in a process of its own, for at
+    its last number. Numbers are compared exactly; anything else goes to math-verify, in processes of its own, for at
     most `seconds`: a comparison that takes longer is a time-out.
 
     The form "chat" asks in a message of the user's, after `system` if there is one, "text" in plain text; `template`
@@ -106,17 +106,21 @@ def maths(
 
 
 @dataclass(frozen=True, slots=True)
-class FinalAnswer:
+class FinalAnswer(Reopening):
     """The reward: 1.0 where the final answer of a completion says the same as the row's "answer", else 0.0."""
 
     verifier: Verifier
     boxed_only: bool = False
 
-    def __call__(self, sample: Sample) -> float:
+    async def __call__(self, sample: Sample) -> float:
         """Return the score of what the model wrote last; raise `TimeoutError` where it took too long to compare."""
-        return self.of(sample.completion, str(sample.row["answer"]))
+        return await self.of(sample.completion, str(sample.row["answer"]))
 
-    def of(self, completion: str, right: str) -> float:
+    def close(self) -> None:
+        """End the processes that compare; a later call starts others."""
+        self.verifier.close()
+
+    async def of(self, completion: str, right: str) -> float:
         """Return the score of a completion for an answer."""
         found = final_answer(completion, boxed_only=self.boxed_only)
         if found is None:
@@ -124,7 +128,7 @@ class FinalAnswer:
         value, wanted = as_number(found), as_number(right)
         if value is not None and wanted is not None:
             return float(value == wanted)
-        return float(found == right or self.verifier.same(right, found))
+        return float(found == right or await self.verifier.same(right, found))
 
 
 def final_answer(completion: str, *, boxed_only: bool = False) -> str | None:

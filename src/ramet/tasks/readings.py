@@ -6,6 +6,7 @@ import re
 from fractions import Fraction
 
 _NUMBER = re.compile(r"(?<![\w.,])[-+−]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:/\d+)?")
+_BRACE = re.compile(r"\\boxed\{|[{}]")
 _FULL = re.compile(r"[-+]?\d+(?:\.\d+)?(?:/\d+)?")
 LONGEST = 100
 """Characters of a number that is still read: a longer one is none."""
@@ -17,17 +18,17 @@ def boxed(text: str) -> str | None:
     >>> boxed(r"so \boxed{\frac{1}{2}} of it")
     '\\frac{1}{2}'
     """
-    head = "\\boxed{"
-    start = text.rfind(head)
-    while start >= 0:
-        depth = 1
-        for at in range(start + len(head), len(text)):
-            depth += (text[at] == "{") - (text[at] == "}")
-            if depth == 0:
-                return text[start + len(head) : at].strip()
-        text = text[:start]
-        start = text.rfind(head)
-    return None
+    found = None
+    last = -1
+    open_braces: list[tuple[bool, int]] = []  # whether it is a box's, and where what it holds begins
+    for mark in _BRACE.finditer(text):  # once, however many boxes are begun: a model may write nothing else
+        if mark[0] != "}":
+            open_braces.append((len(mark[0]) > 1, mark.end()))
+        elif open_braces:
+            boxes, start = open_braces.pop()
+            if boxes and start > last:
+                last, found = start, text[start : mark.start()].strip()
+    return found
 
 
 def last_number(text: str) -> str | None:

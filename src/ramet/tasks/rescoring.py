@@ -7,6 +7,7 @@ from typing import Any
 
 from ramet.errors import DataError
 from ramet.tasks.judge import Judge
+from ramet.tasks.stored_rows import read_back
 from ramet.types import Outcome, Sample, StopReason
 
 NEEDED = ("prompt", "completion", "prompt_tokens", "completion_tokens", "row", "stop", "group", "member", "messages")
@@ -18,9 +19,9 @@ Record = Mapping[str, Any]
 def sample_of(record: Record, where: str = "the record") -> Sample:
     """Return the sample that a line of `rollouts.jsonl` was made of, as a reward saw it.
 
-    What JSON does not tell apart comes back as JSON has it (a tuple as a list, a number that was a key as text), and
-    the state of an episode is not kept: `sample.state` is None. Raises `DataError`, naming `where`, for a record that
-    lacks something or holds something else.
+    The columns of its row have the values that they had, but for those that "row_left_out" names. The state of an
+    episode is not kept: `sample.state` is None. Raises `DataError`, naming `where`, for a record that lacks something
+    or holds something else.
     """
     if not isinstance(record, Mapping):
         raise DataError(f"{where} must be an object: found a {type(record).__name__}")
@@ -36,7 +37,7 @@ def sample_of(record: Record, where: str = "the record") -> Sample:
             completion=str(record["completion"]),
             prompt_tokens=tuple(int(token) for token in record["prompt_tokens"]),
             completion_tokens=tuple(int(token) for token in record["completion_tokens"]),
-            row={"prompt": record["prompt"], **record["row"]},
+            row={"prompt": record["prompt"], **read_back(record["row"], record.get("row_kinds", ()))},
             stop=StopReason(record["stop"]),
             group=int(record["group"]),
             member=int(record["member"]),

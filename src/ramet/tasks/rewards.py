@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Mapping
 from typing import Any
 
 from ramet.errors import ConfigError
-from ramet.tasks.task import Reward
+from ramet.tasks.task import Reopening, Reward
 from ramet.tasks.verdicts import Raised, Verdicts, name_of, settle
 from ramet.types import Outcome, OutcomeKind, Sample
 
@@ -45,7 +45,7 @@ def weighted(parts: Mapping[str, tuple[Reward, float]]) -> Reward:
     return _Weighted(parts)
 
 
-class _Weighted:
+class _Weighted(Reopening):
     def __init__(self, parts: Mapping[str, tuple[Reward, float]]) -> None:
         self._rewards = {name: reward for name, (reward, _) in parts.items()}
         self._weights = {name: float(weight) for name, (_, weight) in parts.items()}
@@ -62,6 +62,12 @@ class _Weighted:
         if any(inspect.isawaitable(value) for value in values.values()):
             return self._awaited(values, sample)
         return self._joined(values, sample)
+
+    def close(self) -> None:
+        """Close the parts that say they may be closed."""
+        for reward in self._rewards.values():
+            if isinstance(reward, Reopening):
+                reward.close()
 
     async def _awaited(self, values: dict[str, Any], sample: Sample) -> Outcome:
         pending = {name: value for name, value in values.items() if inspect.isawaitable(value)}
@@ -116,7 +122,8 @@ def format_reward(pattern: str | re.Pattern[str]) -> Reward:
 
     The completion is what the model wrote last, without white space around it; a point matches a line break as well. It
     is the format reward of DeepSeek-R1, https://arxiv.org/abs/2501.12948 (section 2.2.2), with a form of your own. An
-    expression that can match in very many ways may take very long on a long completion. Raises `ConfigError` for one
+    expression that can match in very many ways may take very long on a long completion, and hold up all others:
+    `in_processes(format_reward(...))` puts an end to it. Raises `ConfigError` for one
     that is none.
 
     >>> from ramet.types import StopReason

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 import struct
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -20,6 +21,18 @@ Verdict: TypeAlias = float | Mapping[str, float] | Outcome | None
 
 Reward: TypeAlias = Callable[[Sample], Verdict | Awaitable[Verdict]]
 """A function, sync or async, that scores a finished rollout."""
+
+
+class Reopening(ABC):
+    """A reward that holds something open, which `close` ends and the next call opens again.
+
+    A `Judge` closes it with itself. So one reward may be judged by several judges, one after another.
+    """
+
+    @abstractmethod
+    def close(self) -> None:
+        """End what is open, if anything is."""
+
 
 Answer: TypeAlias = str | Message | Sequence[Message] | None
 """What an environment says after a turn: text (of the user's), a message, several, or None: the end."""

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ramet.concurrency import EventLoop, Here
 from ramet.errors import ConfigError
 from ramet.tools.tool import Tool, ToolError
 from ramet.types import Episode
@@ -132,31 +133,23 @@ class _Line:
 
     def __init__(self, server: MCPServer) -> None:
         self._server = server
-        self._loop: asyncio.AbstractEventLoop
-        self._ended: asyncio.Event
+        self._loop = EventLoop("ramet mcp")
         self._visit: _Visit | None = None
         self._visits: set[asyncio.Task[None]] = set()  # the one that lasts, and those that are ending
-        begun = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(begun)), name="ramet mcp", daemon=True)
-        self._thread.start()
-        begun.wait()
-
-    async def _serve(self, begun: threading.Event) -> None:
-        self._loop, self._ended = asyncio.get_running_loop(), asyncio.Event()
-        begun.set()
-        await self._ended.wait()
-        if self._visit is not None:
-            self._visit.end()
-        await asyncio.gather(*self._visits, return_exceptions=True)
 
     def run(self, work: Coroutine[Any, Any, _T]) -> Future[_T]:
         """Run `work` in the thread; cancelling the future cancels it."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        return self._loop.submit(work)
 
     def close(self) -> None:
         """End the program and the thread."""
-        self._loop.call_soon_threadsafe(self._ended.set)
-        self._thread.join()
+        with self._loop:
+            self._loop.run(self._leave)
+
+    async def _leave(self, here: Here) -> None:
+        if self._visit is not None:
+            self._visit.end()
+        await asyncio.gather(*self._visits, return_exceptions=True)
 
     async def list_tools(self) -> list[mcp.Tool]:
         """Return all that the program offers."""

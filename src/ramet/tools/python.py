@@ -20,7 +20,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from ramet.tools.threads import Threads
+from ramet.concurrency import Threads
 from ramet.tools.tool import Tool, tool
 
 LIMITS = ("memory", "files", "network", "processes")
@@ -57,7 +57,7 @@ def python_tool(
     '42\n'
     """
     asked = _Asked(seconds, memory, output, file_size, tuple(unenforced))
-    threads = Threads(at_once or os.cpu_count() or 1)
+    threads = Threads(at_once or os.cpu_count() or 1, "ramet tool")
     _run(asked, "", threading.Event())  # so that a machine that can not says so now
 
     async def python(code: str) -> str:

@@ -11,9 +11,9 @@ from typing import Any, cast
 
 import pydantic_core
 
+from ramet.concurrency import Threads
 from ramet.errors import nearest
 from ramet.tools.calls import BadCall, Call, call_of, read_message
-from ramet.tools.threads import Threads
 from ramet.tools.tool import Tool, ToolError, is_async, tool
 from ramet.types import Episode, Message, ToolCall
 
@@ -61,7 +61,7 @@ class Toolbox:
             raise ValueError(f"each tool must have a name of its own: found {sorted(names)}")
         self.timeout = timeout
         self.characters = characters
-        self._threads = Threads(THREADS)
+        self._threads = Threads(THREADS, "ramet tool")
         self._strays: set[asyncio.Future[Any]] = set()
 
     @property

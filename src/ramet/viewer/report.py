@@ -1,4 +1,4 @@
-"""One page about a run, in one file that needs no network: curves, scores, and the rollouts to read.
+"""One page about a run or an evaluation, in a file that needs no network: curves, scores, the rollouts to read.
 
 All that a prompt, a model or a config says is shown as text. Should an escape be missed all the same, the page's
 content security policy runs no script but its own two, which it names by hash.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import math
 import os
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,10 +20,10 @@ from typing import Any
 
 from ramet import metrics
 from ramet.errors import DataError
-from ramet.viewer.summary import DECODINGS, Group, Record, groups, number, prompt_text, score_rows
+from ramet.viewer.rollouts import details, evaluated, finite_number, held_out, training
+from ramet.viewer.summary import DECODINGS, Record, eval_rows, number, score_rows
 from ramet.viewer.text import html_text
 
-MOST_GROUPS = 200
 COLOURS = ("#3578d4", "#d4733a", "#3f9c6b", "#9a5bb8")
 # What is drawn, by title: keys of a record of metrics.jsonl, and what each is called where there are several.
 CURVES = {
@@ -73,7 +72,7 @@ def read_run(folder: Path) -> Run:
     """Read the folder of a run."""
     files = {name: folder / name for name in ("config.toml", "metrics.jsonl", "rollouts.jsonl", "summary.json")}
     if not any(path.is_file() for path in files.values()):
-        hint = "give the folder that `ramet train` printed, e.g. runs/arithmetic"
+        hint = "give the folder that `ramet train` or `ramet eval` printed, e.g. runs/arithmetic"
         raise DataError(f"{folder} is no run: expected one of {', '.join(files)} in it", hint=hint)
     texts = {
         name: files[name].read_bytes().decode("utf-8", errors="backslashreplace") if files[name].is_file() else ""
@@ -108,9 +107,10 @@ def render(run: Run) -> str:
         _head(run),
         _scores(run.summary),
         f'<h2>Curves</h2><div class="charts">{charts}</div>' if charts else "",
-        _held_out(groups(run.rollouts)),
-        _training(run.rollouts),
-        _details("Settings", f"<pre>{html_text(run.config)}</pre>") if run.config else "",
+        held_out(run.rollouts),
+        evaluated(run.rollouts),
+        training(run.rollouts),
+        details("Settings", f"<pre>{html_text(run.config)}</pre>") if run.config else "",
     ]
     return Template(here.joinpath("report.html").read_text(encoding="utf-8")).substitute(
         title=html_text(f"{run.name} - ramet"),
@@ -140,9 +140,11 @@ def _head(run: Run) -> str:
         config = tomllib.loads(run.config)
     except tomllib.TOMLDecodeError:
         config = {}
-    named = [config[key].get("name") for key in ("task", "model") if isinstance(config.get(key), dict)]
+    sections = {key: config[key] for key in ("task", "model", "eval") if isinstance(config.get(key), dict)}
+    named = [sections.get("task", {}).get("name")]
+    named.append(sections.get("eval", {}).get("policy") or sections.get("model", {}).get("name"))
     facts = [str(name) for name in named if name]
-    steps = [step for record in run.metrics if (step := _finite(record.get("step"))) is not None]
+    steps = [step for record in run.metrics if (step := finite_number(record.get("step"))) is not None]
     facts += [f"{max(steps)} steps"] if steps else []
     seconds = run.summary.get("seconds")
     facts += [f"{seconds / 60:.1f} minutes"] if isinstance(seconds, (int, float)) else []
@@ -150,10 +152,15 @@ def _head(run: Run) -> str:
 
 
 def _scores(summary: Record) -> str:
-    rows = score_rows(summary)
+    """Return the table of a run's scores before and after, or of an evaluation's."""
+    rows: Sequence[Sequence[str]] = score_rows(summary)
+    names: tuple[str, ...] = ("", "before", "after", "difference", "problems")
+    title = "Held-out scores"
+    if not rows:
+        rows = eval_rows(summary)
+        title, names = "Scores", ("", "score", "passed", "problems", "rollouts", "without a score")
     if not rows:
         return ""
-    names = ("", "before", "after", "difference", "problems")
     head = "".join(f"<th>{name}</th>" for name in names)
     body = "".join(
         "<tr>"
@@ -163,7 +170,7 @@ def _scores(summary: Record) -> str:
     )
     chance = f"; chance is {number(summary['chance'])}" if summary.get("chance") is not None else ""
     return (
-        f'<h2>Held-out scores</h2><div class="card wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody>'
+        f'<h2>{title}</h2><div class="card wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody>'
         f'</table></div><p class="soft">In brackets: 95% intervals{html_text(chance)}.</p>'
     )
 
@@ -208,7 +215,7 @@ def _named_rewards(records: Sequence[Record]) -> list[dict[str, Any]]:
 
 def _line(name: str, points: Iterable[tuple[Any, Any]], colour: str) -> dict[str, Any] | None:
     """Return a trace through the points that have a step; None where no point has a value."""
-    known = [(step, _finite(value)) for step, value in points if _finite(step) is not None]
+    known = [(step, finite_number(value)) for step, value in points if finite_number(step) is not None]
     if all(value is None for _, value in known):
         return None
     return {
@@ -230,8 +237,8 @@ def _bands(points: Sequence[tuple[Any, Any]]) -> list[dict[str, Any]]:
         colour = COLOURS[index % len(COLOURS)]
         scores = [(step, table[decoding]) for step, table in tables if isinstance(table.get(decoding), Mapping)]
         line = _line(DECODINGS.get(decoding, decoding), [(step, score.get("score")) for step, score in scores], colour)
-        ends = [(step, _finite(score.get("low")), _finite(score.get("high"))) for step, score in scores]
-        whole = [(step, low, high) for step, low, high in ends if None not in (_finite(step), low, high)]
+        ends = [(step, finite_number(score.get("low")), finite_number(score.get("high"))) for step, score in scores]
+        whole = [(step, low, high) for step, low, high in ends if None not in (finite_number(step), low, high)]
         if line:
             area = {
                 "type": "scatter",
@@ -259,98 +266,6 @@ def _layout(legend: bool) -> dict[str, Any]:
         "xaxis": {"title": {"text": "step"}},
         "yaxis": {"rangemode": "tozero"},
     }
-
-
-def _held_out(found: Sequence[Group]) -> str:
-    if not found:
-        return ""
-    choices = {
-        "all": "all prompts",
-        "up": "better after",
-        "down": "worse after",
-        "same": "as before",
-        "unscored": "unscored",
-    }
-    options = "".join(f'<option value="{value}">{text}</option>' for value, text in choices.items())
-    bar = (
-        f'<div class="filter"><select id="change" aria-label="which prompts">{options}</select>'
-        '<input id="words" type="search" placeholder="containing these words" aria-label="containing"></div>'
-    )
-    shown = "".join(map(_held_out_group, found[:MOST_GROUPS]))
-    return f"<h2>Held-out prompts, before and after</h2>{bar}{shown}{_left_out(len(found))}"
-
-
-def _held_out_group(group: Group) -> str:
-    before, after = _mean_score(group.before), _mean_score(group.after)
-    change = "same"
-    if before is not None and after is not None and before != after:
-        change = "up" if after > before else "down"
-    unscored = any(record.get("score") is None for record in (*group.before, *group.after))
-    label = f'<span class="scores {change}">{number(before)} &rarr; {number(after)}</span>'
-    columns = "".join(
-        f"<div>{''.join(_rollout(record, when) for record in records)}</div>"
-        for when, records in (("before", group.before), ("after", group.after))
-    )
-    inside = f'<pre>{html_text(group.prompt)}</pre><div class="pair">{columns}</div>'
-    marks = f"{change} unscored" if unscored else change
-    return _details(group.prompt, inside, label, f' data-change="{marks}"')
-
-
-def _training(rollouts: Sequence[Record]) -> str:
-    """Return the training rollouts by step and group, newest last."""
-    found: dict[tuple[str, str], list[Record]] = {}
-    for record in rollouts:
-        if record.get("when") == "train":
-            found.setdefault((str(record.get("step")), str(record.get("group"))), []).append(record)
-    if not found:
-        return ""
-    shown = []
-    for (step, _), records in list(found.items())[-MOST_GROUPS:]:
-        prompt = prompt_text(records[0].get("prompt"))
-        label = f'<span class="scores">step {html_text(step)}, mean {number(_mean_score(records))}</span>'
-        columns = "".join(_rollout(record, f"member {record.get('member')}") for record in records)
-        shown.append(_details(prompt, f'<pre>{html_text(prompt)}</pre><div class="pair">{columns}</div>', label))
-    return f"<h2>Training rollouts</h2>{''.join(shown)}{_left_out(len(found))}"
-
-
-def _rollout(record: Record, title: str) -> str:
-    decoding = record.get("decoding")
-    facts = [title, DECODINGS.get(str(decoding), str(decoding)) if decoding else "", str(record.get("stop") or "")]
-    if record.get("outcome") not in (None, "scored"):
-        facts.append(f"{record.get('outcome')}: {record.get('reason') or 'no reason given'}")
-    rewards = record.get("rewards")
-    if isinstance(rewards, Mapping) and len(rewards) > 1:
-        facts += [f"{name} {number(value)}" for name, value in rewards.items()]
-    line = html_text(", ".join(fact for fact in facts if fact))
-    completion = html_text(prompt_text(record.get("completion", "")))
-    score = html_text(number(record.get("score")))
-    return f'<div class="rollout"><h4><b>{score}</b> {line}</h4><pre>{completion}</pre></div>'
-
-
-def _details(title: str, inside: str, label: str = "", attributes: str = "") -> str:
-    """Return a closed element that opens on a click; `title` is text, the rest is HTML."""
-    short = " ".join(title.split())
-    short = short if len(short) <= 120 else f"{short[:119]}\u2026"
-    return (
-        f'<details class="card"{attributes}><summary>{label}{html_text(short)}</summary>'
-        f'<div class="inside">{inside}</div></details>'
-    )
-
-
-def _left_out(total: int) -> str:
-    if total <= MOST_GROUPS:
-        return ""
-    return f'<p class="soft">{MOST_GROUPS} of {total} prompts; all of them are in rollouts.jsonl.</p>'
-
-
-def _mean_score(records: Sequence[Record]) -> float | None:
-    scores = [score for record in records if (score := _finite(record.get("score"))) is not None]
-    return sum(scores) / len(scores) if scores else None
-
-
-def _finite(value: Any) -> float | None:
-    number_like = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return value if number_like and math.isfinite(value) else None
 
 
 def _label(name: str) -> str:

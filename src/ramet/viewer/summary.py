@@ -57,13 +57,45 @@ def score_rows(summary: Mapping[str, Any]) -> list[ScoreRow]:
     return rows
 
 
+def eval_rows(summary: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Return the rows of an evaluation: all of it, and each level; nothing for the summary of a run.
+
+    Each is its name, score, the chances to pass, problems, rollouts, and how many of those have no score.
+
+    >>> eval_rows({"score": {"value": 2.5, "low": None, "high": None}, "pass_at_k": {}, "rollouts": 3, "problems": 2,
+    ...            "abstained": 1, "failed": 0})
+    [('all', '2.500', '', '2', '3', '1 abstained, 0 failed')]
+    """
+    if not isinstance(summary.get("score"), Mapping):
+        return []
+    by = _table(summary, "by")
+    parts = {"all": summary}
+    parts |= {f"{by.get('column')} {level}": _table(_table(by, "levels"), level) for level in _table(by, "levels")}
+    return [
+        (
+            name,
+            _interval(_table(part, "score"), "value"),
+            ", ".join(f"pass@{k} {_interval(table, 'value')}" for k, table in _tables(part, "pass_at_k")),
+            number(part.get("problems")),
+            number(part.get("rollouts")),
+            ", ".join(f"{number(part.get(why))} {why}" for why in ("abstained", "failed")),
+        )
+        for name, part in parts.items()
+    ]
+
+
 def groups(rollouts: Iterable[Record]) -> list[Group]:
     """Gather the rollouts from before and after the training by held-out prompt, in the order of the file.
 
-    Two problems with equal text stay two, by their `group`.
+    Two problems with equal text stay two, by their `group`. Of a run that was made longer, those after its last step
+    count.
     """
+    kept = list(rollouts)
+    steps = [step for record in kept if record.get("when") == "after" and isinstance(step := record.get("step"), int)]
     found: dict[tuple[str, str], Group] = {}
-    for record in rollouts:
+    for record in kept:
+        if record.get("when") == "after" and steps and record.get("step") != max(steps):
+            continue
         when, prompt = record.get("when"), prompt_text(record.get("prompt"))
         if when in ("before", "after"):
             group = found.setdefault((str(record.get("group")), prompt), Group(prompt, [], []))
@@ -102,6 +134,11 @@ def _table(table: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     """Return the table under `key`, empty where there is none."""
     inner = table.get(key)
     return inner if isinstance(inner, Mapping) else {}
+
+
+def _tables(table: Mapping[str, Any], key: str) -> list[tuple[str, Mapping[str, Any]]]:
+    """Return the tables in the table under `key`, each with its name."""
+    return [(name, inner) for name, inner in _table(table, key).items() if isinstance(inner, Mapping)]
 
 
 def _interval(scores: Mapping[str, Any], key: str, signed: bool = False) -> str:

@@ -1,7 +1,7 @@
 """A policy behind an OpenAI-compatible server: what is asked, how it is asked again, and new weights for a vLLM."""
 
+from ramet.http import Retries
 from ramet.policies.server.facts import ServerFacts
 from ramet.policies.server.policy import ServerPolicy
-from ramet.policies.server.retries import Retries
 
 __all__ = ["Retries", "ServerFacts", "ServerPolicy"]

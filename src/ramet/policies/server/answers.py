@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ramet.errors import ServerError
-from ramet.policies.server.http import RefusedError, TransientError
+from ramet.http import RefusedError, TransientError
 from ramet.types import Completion, Request, Sampling, StopReason
 
 IMPOSSIBLE = -9000.0
@@ -91,7 +91,8 @@ def has_tokens(answer: Any) -> str | None:
     found = choice.get("logprobs")
     if not isinstance(found, dict) or not isinstance(found.get("token_logprobs"), list):
         return "its completions have no log-probs"
-    return None
+    ids, values = choice["token_ids"], found["token_logprobs"]
+    return None if len(ids) == len(values) else f"its completions have {len(values)} log-probs for {len(ids)} tokens"
 
 
 def is_processed(answer: Any) -> bool:

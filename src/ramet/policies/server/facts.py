@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from ramet.errors import ServerError
+from ramet.errors import ConfigError, ServerError
+from ramet.http import Ask, RefusedError
 from ramet.policies.server.answers import has_tokens, is_processed
-from ramet.policies.server.http import RefusedError
 from ramet.policies.server.requests import tokens_body
-from ramet.policies.server.weights import PLAIN, Ask, label_of, settings_of
+from ramet.policies.server.weights import PLAIN, label_of, settings_of
 from ramet.types import Sampling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Api: TypeAlias = Literal["auto", "tokens", "text"]
 PROBED = 8
 """How many tokens a health check lets the server sample."""
+WRITTEN = "The 12 quick foxes (say, in May) jumped:\n\n\t- 2+2=4; naïve 你好 <|x|> don't"
+"""A text that few tokenizers take apart in one way."""
 UNKNOWN = (400, 404, 405, 415, 422, 501)
 """Statuses with which a server says that it does not know such a request; others are about this caller."""
 
@@ -39,8 +44,8 @@ class ServerFacts:
     method: str = PLAIN
 
 
-async def find_out(ask: Ask, model: str, api: Api) -> ServerFacts:
-    """Ask a server what it serves, and let it sample one token; `ServerError` where it can not do what it must."""
+async def find_out(ask: Ask, model: str, api: Api, vocabulary: int | None = None) -> ServerFacts:
+    """Ask a server what it serves, and let it sample some tokens; `ServerError` where it can not do what it must."""
     context, known = await _served(ask, model)
     if api == "text":
         return ServerFacts(False, "its text alone was asked for", context=context)
@@ -59,9 +64,43 @@ async def find_out(ask: Ask, model: str, api: Api) -> ServerFacts:
         raise ServerError(f"the server gives no token ids with log-probs: {missing}", hint="use vLLM")
     if missing:
         return ServerFacts(False, missing, context=context)
+    _refuse_another(answer, model, vocabulary)
     label = await label_of(ask)
     precision, method = (None, PLAIN) if label is None else await settings_of(ask)
     return ServerFacts(True, "", is_processed(answer), context, label, precision, method)
+
+
+async def refuse_another_tokenizer(ask: Ask, model: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise `ConfigError` where a server that says how it tokenises does it otherwise than `tokenizer`."""
+    text = WRITTEN + (tokenizer.eos_token or "")
+    try:
+        found = await ask("POST", "/tokenize", {"model": model, "prompt": text, "add_special_tokens": False})
+    except RefusedError:
+        return  # it has no such page
+    ids = found.get("tokens") if isinstance(found, dict) else None
+    own = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    if isinstance(ids, list) and ids != own:
+        place = next((place for place, pair in enumerate(zip(ids, own, strict=False)) if pair[0] != pair[1]), None)
+        where = min(len(ids), len(own)) if place is None else place
+        raise ConfigError(
+            f"the server of {model!r} has another tokenizer than this run: it makes {len(ids)} tokens of a text, "
+            f"{ids[where : where + 4]} at {where}, and this run {len(own)}, {own[where : where + 4]} there",
+            hint="give the tokenizer of the model that the server serves",
+        )
+
+
+def _refuse_another(answer: Any, model: str, vocabulary: int | None) -> None:
+    """Raise `ServerError` where what was sampled is another model's."""
+    named = answer.get("model")
+    if named is not None and named != model:
+        raise ServerError(f"the server was asked for {model!r} and answers as {named!r}", hint="look at url and model")
+    ids = answer["choices"][0]["token_ids"]
+    unknown = [token for token in ids if vocabulary is not None and isinstance(token, int) and token >= vocabulary]
+    if unknown:
+        raise ServerError(
+            f"the server samples token {unknown[0]}, and this run knows {vocabulary} tokens, from 0 on",
+            hint="does it serve the model that this run trains?",
+        )
 
 
 async def _served(ask: Ask, model: str) -> tuple[int | None, list[str]]:

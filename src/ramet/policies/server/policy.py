@@ -14,22 +14,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ramet.errors import ConfigError, ServerError
+from ramet.errors import ConfigError, ServerError, ServerGone
+from ramet.http import Endpoint, Outage, RefusedError, Retries, TransientError, clean_url, with_retries
 from ramet.policies.policy import Policy
 from ramet.policies.server import weights
 from ramet.policies.server.answers import Asked, read_text, read_tokens, too_long
-from ramet.policies.server.facts import Api, ServerFacts, find_out
+from ramet.policies.server.facts import Api, ServerFacts, find_out, refuse_another_tokenizer
 from ramet.policies.server.gate import Gate
-from ramet.policies.server.http import Endpoint, RefusedError, TransientError, clean_url
 from ramet.policies.server.loops import as_they_come, run
 from ramet.policies.server.requests import refuse_raw, refuse_text, refuse_tokens, seed_of, text_body, tokens_body
-from ramet.policies.server.retries import Retries, with_retries
 from ramet.types import Completion, Draw, Request, Sampling, StopReason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 NO_TOKENS = torch.zeros(0, dtype=torch.int64)
+HEALTH = ("/health", "/v1/models")
+"""What a server that is there has an answer to, were it that it does not know the first of them."""
 PROBE = 32
 """How many tokens are sampled, behind as many of a prompt, to compare a server with the model after an update."""
 
@@ -60,8 +61,10 @@ class ServerPolicy(Policy):
 
     Up to `concurrency` rows are under way at once, for each event loop. Each exchange may take `timeout` seconds; what
     fails in passing is sent again as `retries` say. A row that failed for good raises `ServerError` from `answer`, and
-    is a completion without tokens that stopped with `ERROR` from `complete`: no other row is lost, and the server is
-    used again once it is back. Ids from `vocabulary` on are refused; None takes the length of the tokenizer, if given.
+    is a completion without tokens that stopped with `ERROR` from `complete`: no other row is lost. A server that was
+    there once and is away is waited for, up to `outage` seconds, by all rows and updates together; rows that were under
+    way are asked again with the same draws. Where it stays away longer, `ServerGone` is raised, by `complete` too; with
+    0 it is not waited for. Ids from `vocabulary` on are refused; None takes the length of the tokenizer, if given.
 
     `update` puts new weights into a running vLLM, by way of `weights_folder`, which the server must see under the same
     name (None: a temporary folder of this machine). Each completion carries the version that it was sampled with.
@@ -77,6 +80,7 @@ class ServerPolicy(Policy):
         concurrency: int = 64,
         timeout: float = 600.0,
         retries: Retries | None = None,
+        outage: float = 600.0,
         api_key: str | None = None,
         vocabulary: int | None = None,
         weights_folder: Path | None = None,
@@ -87,12 +91,15 @@ class ServerPolicy(Policy):
             raise ConfigError(f"concurrency: expected a whole number from 1 on, found {concurrency!r}")
         if not (math.isfinite(timeout) and timeout > 0):
             raise ConfigError(f"timeout: expected seconds above 0, found {timeout!r}")
+        if not (math.isfinite(outage) and outage >= 0):
+            raise ConfigError(f"outage: expected seconds from 0 on, found {outage!r}")
         if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
             raise ConfigError("api_key: expected printable ASCII characters", hint="is there a line end behind it?")
         if api == "text" and tokenizer is None:
             raise ConfigError('api="text" needs a tokenizer to turn text into tokens', hint="give tokenizer")
         self.model, self.retries = model, retries or Retries()
-        self._http = Endpoint(clean_url(url), float(timeout), api_key)
+        self._http = Endpoint(clean_url(url).removesuffix("/v1").rstrip("/"), float(timeout), api_key)
+        self._outage = Outage(self._http.ask, self._http.url, HEALTH, float(outage))
         self._tokenizer, self._api, self._concurrency = tokenizer, api, concurrency
         self._vocabulary = vocabulary if vocabulary is not None or tokenizer is None else len(tokenizer)
         self._gate, self._updates, self._lock = Gate(), Gate(), threading.Lock()
@@ -109,14 +116,21 @@ class ServerPolicy(Policy):
         """True where the server gives token ids with log-probs; asks the server if nobody has yet."""
         return (self._facts or self.check()).tokens
 
+    @property
+    def outages(self) -> int:
+        """How often rows or updates had to wait for a server that was away."""
+        return self._outage.count
+
     def check(self) -> ServerFacts:
-        """Find out whether the server is there and what it can do; raise `ServerError` if it is not."""
+        """Find out whether the server is there now, and what it can do; raise `ServerError` if it is not."""
         return run(self.check_async(), "check_async()")
 
     async def check_async(self) -> ServerFacts:
         """Do what `check` does, in an event loop."""
         self._facts = None
-        return await with_retries(self._ready, self.retries, "check")
+        facts = await with_retries(self._ready, self.retries, "check")
+        self._outage.heard()
+        return facts
 
     def complete(self, requests: Sequence[Request]) -> Iterator[Completion]:
         """Yield a completion for each request as the server answers, in an event loop on a thread of its own.
@@ -129,6 +143,8 @@ class ServerPolicy(Policy):
         async def one(request: Request, put: Callable[[Completion], None]) -> None:
             try:
                 put(await self.answer(request))
+            except ServerGone:
+                raise
             except ServerError as error:
                 failed.append(str(error))
                 put(_empty(request, StopReason.ERROR, self.version))
@@ -148,13 +164,13 @@ class ServerPolicy(Policy):
     async def answer(self, request: Request) -> Completion:
         """Return the completion of one request.
 
-        Raises `ServerError` where the server gave none, after the last try, and `ModelError` for a row that it can not
-        answer as it is meant.
+        Raises `ServerError` where the server gave none, after the last try, `ServerGone` where it stays away, and
+        `ModelError` for a row that it can not answer as it is meant.
         """
         draw = request.draw
         async with self._of_this_loop().rows:
             address = f"{draw.seed}/{draw.prompt}/{draw.member}/{draw.turn}"
-            return await with_retries(lambda: self._try(request), self.retries, address)
+            return await with_retries(lambda: self._try(request), self.retries, address, self._outage)
 
     def update(self, model: PreTrainedModel, *, version: int | None = None, tolerance: float | None = None) -> None:
         """Put the weights of `model` into the running vLLM and count `version` one on, or set it.
@@ -176,7 +192,7 @@ class ServerPolicy(Policy):
     async def _update(self, model: PreTrainedModel, number: int, tolerance: float | None) -> None:
         facts = self._facts
         if facts is None:
-            facts = await with_retries(self._ready, self.retries, "update")
+            facts = await with_retries(self._ready, self.retries, "update", self._outage)
         if not facts.tokens or facts.label is None:
             reason = facts.reason or "it has no names for its weights"
             raise ServerError(f"the server takes no weights: {reason}", hint=weights.DEVELOPMENT)
@@ -184,6 +200,8 @@ class ServerPolicy(Policy):
         limit = weights.tolerance_for(model, facts.precision) if tolerance is None else tolerance
 
         async def put() -> None:
+            if self._weights.label is not None:
+                self._refuse_others(await weights.label_of(self._ask))
             await weights.load_weights(self._ask, folder, label, facts.method)
             await self._compare(model, facts, limit)
 
@@ -191,7 +209,7 @@ class ServerPolicy(Policy):
             await asyncio.to_thread(weights.save_weights, model, folder)
             async with self._gate.closed():
                 self._doubted = True
-                await with_retries(put, self.retries, "update")
+                await with_retries(put, self.retries, "update", self._outage)
                 self._weights.keep(folder, label)
                 self._doubted = False
                 self.version = number
@@ -228,12 +246,14 @@ class ServerPolicy(Policy):
     async def _make_ready(self) -> ServerFacts:
         facts = self._facts
         if facts is None:
-            facts = await find_out(self._ask, self.model, self._api)
+            facts = await find_out(self._ask, self.model, self._api, self._vocabulary)
             if not facts.tokens and self._tokenizer is None:
                 raise ConfigError(
                     f"the server gives text alone, and there is no tokenizer to turn it into tokens: {facts.reason}",
                     hint="give tokenizer, or use a server of tokens, such as vLLM",
                 )
+            if facts.tokens and self._tokenizer is not None:
+                await refuse_another_tokenizer(self._ask, self.model, self._tokenizer)
             self._facts = facts
             self._say(facts)
         if self._doubted:
@@ -257,6 +277,7 @@ class ServerPolicy(Policy):
         async with self._gate.closed():  # an update that is under way ends first
             kept = self._weights
             label = await weights.label_of(self._ask) if self._doubted else kept.label
+            self._refuse_others(label)
             if kept.label is None and self._doubted and label != facts.label:
                 raise ServerError(
                     f"an update failed half-way: the server calls its weights {label!r}, which nobody knows",
@@ -303,9 +324,19 @@ class ServerPolicy(Policy):
                     here.found = (here.looks, error)
             found = here.found[1]
         if isinstance(found, TransientError):
-            raise TransientError(found.message, hint=found.hint)
+            raise TransientError(found.message, hint=found.hint, status=found.status)
         if found != label:
-            raise TransientError(f"{self._http.url} was started anew: it calls its weights {found!r}, not {label!r}")
+            raise TransientError(
+                f"{self._http.url} was started anew: it calls its weights {found!r}, not {label!r}", status=200
+            )
+
+    def _refuse_others(self, label: str | None) -> None:
+        """Raise `ServerError` where another run puts weights where this one does: each would undo the other's."""
+        if self._weights.label is not None and self._weights.of_others(label):
+            raise ServerError(
+                f"{self._http.url} has weights that another run put there since, called {label!r}: this one's are gone",
+                hint="give each run a server of its own",
+            )
 
     async def _exchange(self, facts: ServerFacts, request: Request) -> Completion:
         limit, version = request.sampling.max_new_tokens, self.version

@@ -8,20 +8,17 @@ import secrets
 import shutil
 import tempfile
 import weakref
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ramet.errors import ServerError
-from ramet.policies.server.http import RefusedError
+from ramet.http import Ask, RefusedError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-Ask: TypeAlias = Callable[[str, str, Mapping[str, Any] | None], Awaitable[Any]]
-"""Sends method, path and body, and returns the answer."""
 
 DEVELOPMENT = "start the server with VLLM_SERVER_DEV_MODE=1 in its environment: docs/servers.md says how"
 EXTENSION = "ramet_weights.Reloading"
@@ -58,6 +55,11 @@ class WeightFiles:
             self._ends = weakref.finalize(self, shutil.rmtree, str(self._made), True)
         number = secrets.token_hex(2)  # a version that is written twice has two folders
         return self._made / f"{version}-{number}", f"ramet-{self._run}-{version}-{number}"
+
+    def of_others(self, label: str | None) -> bool:
+        """Say whether weights of this name were put there by another run."""
+        ours = (BETWEEN, f"ramet-{self._run}-")
+        return label is not None and label.startswith("ramet-") and not label.startswith(ours)
 
     def keep(self, folder: Path, label: str) -> None:
         """Let these be the weights that the server has, and remove the ones before."""

@@ -12,7 +12,8 @@ from email.utils import parsedate_to_datetime
 from typing import TypeVar
 
 from ramet.errors import ServerError
-from ramet.policies.server.http import TransientError
+from ramet.http.exchange import TransientError
+from ramet.http.outage import Outage
 
 T = TypeVar("T")
 
@@ -50,21 +51,36 @@ async def sleep(seconds: float) -> None:
     await asyncio.sleep(seconds)
 
 
-async def with_retries(ask: Callable[[], Awaitable[T]], retries: Retries, address: str) -> T:
+async def with_retries(
+    ask: Callable[[], Awaitable[T]], retries: Retries, address: str, outage: Outage | None = None
+) -> T:
     """Return what `ask` returns, once it does; `address` decides how waits are spread.
 
-    Raises what is no `TransientError` at once, and a `ServerError` after the last try.
+    Where the server is away, as `outage` finds out, it is waited for. A try that came to nothing because nobody took
+    it is none; one that broke off in the middle counts, for it may be what ends the server.
+
+    Raises what is no `TransientError` at once, a `ServerError` after the last try, and `ServerGone` where the server
+    stays away.
     """
-    for number in range(1, retries.count + 2):
+    number = 1
+    while True:
         try:
-            return await ask()
+            found = await ask()
         except TransientError as error:
-            if number > retries.count:
-                tries = "1 try" if number == 1 else f"{number} tries"
-                raise ServerError(f"{error.message} ({tries})", hint=error.hint) from error
-            wait = retries.wait(number, spread=_spread(address, number), after=error.after)
-        await sleep(wait)
-    raise AssertionError("the last try returns or raises")
+            failed = error
+        else:
+            if outage is not None:
+                outage.heard()
+            return found
+        waited = outage is not None and failed.away and await outage.over(failed)
+        if waited and not failed.sent:
+            continue
+        if number > retries.count:
+            tries = "1 try" if number == 1 else f"{number} tries"
+            raise ServerError(f"{failed.message} ({tries})", hint=failed.hint) from failed
+        if not waited:
+            await sleep(retries.wait(number, spread=_spread(address, number), after=failed.after))
+        number += 1
 
 
 def seconds_of(after: str | None) -> float:

@@ -23,16 +23,40 @@ LARGEST = 64 * 2**20
 """Bytes of the largest answer that is read."""
 SHOWN = 300
 """Characters of an answer that a message quotes."""
-AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
+AGAIN = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 """Statuses that another try may not meet."""
+AWAY = frozenset({500, 502, 503, 504})
+"""Statuses with which a proxy, or what is left of a server, says that nobody works behind it."""
 
 
 class TransientError(ServerError):
-    """A failure that another try may not meet; `after` is how many seconds the server asks to wait, if it does."""
+    """A failure that another try may not meet.
 
-    def __init__(self, message: str, *, hint: str | None = None, after: str | None = None) -> None:
+    `status` is that of HTTP, None where no whole answer came; `detail` is what the server said, and `after` how many
+    seconds it asks to wait, if it does. `sent` is False where the request can not have reached it.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        hint: str | None = None,
+        status: int | None = None,
+        detail: str = "",
+        after: str | None = None,
+        sent: bool = True,
+    ) -> None:
         super().__init__(message, hint=hint)
-        self.after = after
+        self.status, self.detail, self.after, self.sent = status, detail, after, sent
+
+    @property
+    def away(self) -> bool:
+        """True where the server may be away: what came is no answer of its own."""
+        return self.status is None or self.status in AWAY
+
+
+class LateError(TransientError):
+    """No whole answer came in the time there was."""
 
 
 class RefusedError(ServerError):
@@ -50,12 +74,14 @@ class Endpoint:
 
     `url` is in front of every path; `timeout` bounds one exchange in seconds, from the connection to the last byte.
     Each exchange has a connection of its own: what an earlier one left behind is never taken for an answer, and nothing
-    stays open. Redirects are not followed, so that the key goes nowhere else; proxies of the environment are not used.
+    stays open. Redirects are not followed, so that the key goes nowhere else; proxies of the environment are used where
+    `proxies` says so.
     """
 
     url: str
     timeout: float
     api_key: str | None = field(default=None, repr=False)
+    proxies: bool = False
 
     async def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """Send one request and return the JSON of its answer, None where that is empty.
@@ -68,7 +94,7 @@ class Endpoint:
             async with asyncio.timeout(limit):
                 status, headers, data = await self._exchange(method, path, body, where)
         except TimeoutError as error:
-            raise TransientError(f"{where}: no whole answer within {limit:g} s") from error
+            raise LateError(f"{where}: no whole answer within {limit:g} s") from error
         except httpx.RequestError as error:
             raise _failure(where, error) from error
         if not 200 <= status < 300:
@@ -88,7 +114,7 @@ class Endpoint:
         verify = _certificates() if self.url.startswith("https:") else False
         limits = httpx.Timeout(self.timeout, connect=min(CONNECT, self.timeout))
         async with (
-            httpx.AsyncClient(verify=verify, timeout=limits, trust_env=False, follow_redirects=False) as client,
+            httpx.AsyncClient(verify=verify, timeout=limits, trust_env=self.proxies, follow_redirects=False) as client,
             client.stream(method, self.url + path, content=content, headers=headers) as response,
         ):
             data = bytearray()
@@ -102,10 +128,10 @@ class Endpoint:
 
 
 def clean_url(url: str) -> str:
-    """Return `url` without a "/v1" or a slash at its end; raise `ConfigError` where it is no address of a server.
+    """Return `url` without a slash at its end; raise `ConfigError` where it is no address of a server.
 
     >>> clean_url("http://127.0.0.1:8000/v1/")
-    'http://127.0.0.1:8000'
+    'http://127.0.0.1:8000/v1'
     """
     httpx = _httpx()
     try:
@@ -116,7 +142,7 @@ def clean_url(url: str) -> str:
         hint = "give a key as api_key" if parsed.userinfo else None
         shown = "a name and a password in it" if parsed.userinfo else repr(url)
         raise ConfigError(f"the url of a server: expected http://HOST:PORT or https://HOST, found {shown}", hint=hint)
-    return url.rstrip("/").removesuffix("/v1").rstrip("/")
+    return url.rstrip("/")
 
 
 @functools.cache
@@ -128,9 +154,7 @@ def _httpx() -> Any:
     try:
         import httpx
     except ImportError as error:
-        raise ConfigError(
-            "a policy behind a server needs the package httpx", hint="pip install 'ramet[server]'"
-        ) from error
+        raise ConfigError("to talk to a server takes the package httpx", hint="pip install 'ramet[server]'") from error
     return httpx
 
 
@@ -145,7 +169,9 @@ def _failure(where: str, error: httpx.RequestError) -> ServerError:
             return ServerError(f"{where}: no secure connection: {cause}", hint="does the server speak http:// alone?")
     if isinstance(error, _httpx().LocalProtocolError):
         return ServerError(f"{where}: this can not be sent: {said}")
-    return TransientError(f"{where}: {said}")
+    httpx = _httpx()
+    sort = LateError if isinstance(error, httpx.TimeoutException) else TransientError
+    return sort(f"{where}: {said}", sent=not isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout)))
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
@@ -169,7 +195,7 @@ def _refusal(where: str, status: int, headers: Mapping[str, str], data: bytes) -
             hint="give the place itself",
         )
     if status in AGAIN:
-        return TransientError(message, after=headers.get("retry-after"))
+        return TransientError(message, status=status, detail=detail, after=headers.get("retry-after"))
     hints = {401: "give api_key", 403: "give another api_key", 404: "look at url and model"}
     return RefusedError(message, status=status, detail=detail, hint=hints.get(status))
 
@@ -183,11 +209,11 @@ def _json(where: str, headers: Mapping[str, str], data: bytes) -> Any:
     try:
         found = json.loads(data)
     except (ValueError, RecursionError) as error:  # an answer that was cut may be whole next time
-        raise TransientError(f"{where}: the answer is no JSON ({error}): {_said(data)}") from error
+        raise TransientError(f"{where}: the answer is no JSON ({error}): {_said(data)}", status=200) from error
     if isinstance(found, dict) and found.get("error") and "choices" not in found:
         code = found["error"].get("code") if isinstance(found["error"], dict) else None
         message = f"{where}: status 200 with an error in it: {_said(data)}"
-        raise TransientError(message) if code in AGAIN else ServerError(message)
+        raise TransientError(message, status=code) if code in AGAIN else ServerError(message)
     return found
 
 

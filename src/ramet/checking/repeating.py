@@ -9,35 +9,14 @@ import pickle
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
+from ramet.checking.report import Finding
 from ramet.tasks.task import Row, Task
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """What one check found: passed, failed (False) or not made (None), and in words what was seen.
-
-    >>> print(Finding("rows", False, "training row 3 has no prompt"))
-    FAILED   rows: training row 3 has no prompt
-    """
-
-    name: str
-    passed: bool | None
-    detail: str
-
-    def __str__(self) -> str:
-        state = {True: "passed ", False: "FAILED ", None: "skipped"}[self.passed]
-        return f"{state}  {self.name}: {self.detail}"
-
-
-Work: TypeAlias = Coroutine[Any, Any, list[Finding]]
-"""A check that plays episodes."""
 
 
 class GlobalStates:
@@ -80,7 +59,8 @@ def seeds(build: Callable[[int], Task] | None, seed: int) -> Finding:
     except _NotElsewhere as error:
         return Finding("seed", True, f"the same rows twice, {moved}; not tried in another process: {error}")
     if elsewhere != here:
-        return Finding("seed", False, f"the rows of seed {seed} differ in another process")
+        found = f"the rows of seed {seed} differ in another process, at another date and with other hashes of strings"
+        return Finding("seed", False, found)
     return Finding("seed", True, f"the same rows twice and in another process, {moved}")
 
 
@@ -90,14 +70,16 @@ class _NotElsewhere(RuntimeError):
 
 _PROGRAM = """
 import pickle, sys
+from ramet.checking.later import put_forward
+from ramet.checking.repeating import digest
+put_forward()
 build, seed = pickle.load(sys.stdin.buffer)
-from ramet.tasks.repeating import digest
 print("digest", digest(build(seed)))
 """
 
 
 def _in_another_process(build: Callable[[int], Task], seed: int) -> str:
-    """Return the digest of the rows that a fresh Python makes, in which strings hash otherwise."""
+    """Return the digest of the rows that a fresh Python makes, in which strings hash otherwise, at another date."""
     try:
         given = pickle.dumps((build, seed))
     except (pickle.PicklingError, AttributeError, TypeError) as error:

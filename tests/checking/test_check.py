@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import itertools
 import math
 import os
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from ramet.tasks import Report, Task, build_task, check_task, repeating
+from ramet.checking import Report, check_task
+from ramet.tasks import Task, build_task
 from ramet.types import Episode, Outcome, Sample
 
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(2, 6) for b in range(2, 6)]
@@ -63,7 +62,7 @@ def untyped(a) -> int:  # type: ignore[no-untyped-def]
 
 
 def check(task: Task, **options: Any) -> dict[str, bool | None]:
-    report = check_task(task, **options)
+    report = check_task(task, **{"episodes": 6, **options})
     return {finding.name: finding.passed for finding in report.findings}
 
 
@@ -253,30 +252,6 @@ def test_rows_that_do_not_follow_from_the_seed_fail(build: Callable[[int], Task]
     report = check_task(sound(), build=build)
     assert [finding.name for finding in report.findings if finding.passed is False] == ["seed"]
     assert detail in str(report)
-
-
-MINE = """
-from ramet.tasks import Task
-ROWS = [{"prompt": f"{a}+1=", "answer": str(a + 1)} for a in range(12)]
-def steady(seed):
-    return Task("mine", ROWS, [], lambda s: 0.0)
-def by_hash(seed):
-    return Task("mine", sorted(ROWS, key=lambda row: hash(row["prompt"])), [], lambda s: 0.0)
-"""
-
-
-def test_rows_are_compared_with_those_of_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "mine_of_hash.py").write_text(MINE, encoding="utf-8")
-    monkeypatch.syspath_prepend(tmp_path)
-    mine = importlib.import_module("mine_of_hash")
-    steady, by_hash = repeating.seeds(mine.steady, 0), repeating.seeds(mine.by_hash, 0)
-    assert steady.passed
-    assert steady.detail == "the same rows twice and in another process, the seed chooses nothing"
-    assert by_hash.passed is False
-    assert "differ in another process" in by_hash.detail
-    unknown = repeating.seeds(lambda seed: mine.steady(seed), 0)
-    assert unknown.passed
-    assert "not tried in another process" in unknown.detail
 
 
 def test_the_report_is_lines_for_a_terminal() -> None:
