@@ -163,10 +163,15 @@ def test_a_decoding_that_nobody_asked_for_is_not_there() -> None:
 
 def test_too_many_failures_raise_and_quote_the_first_that_failed() -> None:
     """One of six is 17%; the first without a score has abstained, and is not to blame."""
+    kept: list[dict[str, Any]] = []
     with pytest.raises(TooManyFailures, match=r"before, step 0, greedy.* 17% .* allows 16%.*: the judge is out\n"):
-        run(scripted(["1"] * 6), verdicts, max_failed_fraction=0.16)
-    assert run(scripted(["1"] * 6), verdicts, max_failed_fraction=1 / 6).held_out()["greedy"]["failed"] == 1
-    assert run(scripted(["1"] * 6), lambda sample: None, max_failed_fraction=0.0).held_out()["greedy"]["failed"] == 0
+        run(scripted(["1"] * 6), verdicts, max_failed_fraction=lambda: 0.16, refused=kept.extend)
+    assert [record["group"] for record in kept] == [0, 1, 2, 3, 4, 5], "what was played is not lost"
+    assert run(scripted(["1"] * 6), verdicts, max_failed_fraction=lambda: 1 / 6).held_out()["greedy"]["failed"] == 1
+    assert (
+        run(scripted(["1"] * 6), lambda sample: None, max_failed_fraction=lambda: 0.0).held_out()["greedy"]["failed"]
+        == 0
+    )
 
 
 def with_scores(scores: dict[int, float]) -> Evaluation:

@@ -245,6 +245,31 @@ def test_rollouts_that_ran_out_of_time_in_an_outage_are_all_that_it_costs(
         trainer(config(tmp_path / "not", SERVER, *limits)).train()
 
 
+def test_an_outage_in_an_evaluation_ends_no_run_and_excuses_no_later_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = StandIn.answer
+
+    async def away(self: StandIn, request: Request) -> Completion:
+        if request.sampling.temperature == 0.0 and self.version == 0:
+            self._outage.count = 1
+            raise TimeoutError  # as if its time were over
+        if broken and request.draw.prompt in (0, 1) and request.sampling.temperature:
+            raise ValueError("no outage")
+        return await plain(self, request)
+
+    monkeypatch.setattr(StandIn, "answer", away)
+    limit, broken = "rollout.max_failed_fraction=0.2", False
+    run = trainer(config(tmp_path / "there", SERVER, limit)).train()
+    (before,) = [line for line in read(run.folder / "metrics.jsonl") if line.get("when") == "before"]
+    assert before["held_out"]["greedy"] == {
+        "score": None, "low": None, "high": None, "problems": 0, "failed": 1, "abstained": 0,
+    }  # fmt: skip
+    broken, given = True, config(tmp_path / "not", SERVER, limit, "evaluation.problems=1")
+    with pytest.raises(TooManyFailures, match=r"(step 1|sampled\)): 100% .* no outage"):
+        trainer(given).train()
+
+
 def test_prompts_of_conversations_are_not_cut(tmp_path: Path) -> None:
     """What is too long is refused or left out; a limit of the run's own holds for the conversation as well."""
     with pytest.raises(ConfigError, match="a conversation begins with the whole of its prompt"):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from ramet.errors import TooManyFailures
 from ramet.forest import Forest
 from ramet.metrics import Interval, MetricsLog, clustered_mean, mean_interval, mean_pass_at_k, paired_difference
 from ramet.prompts import Prompts
@@ -82,20 +83,27 @@ def evaluate(
     when: str,
     step: int,
     decodings: Iterable[Decoding] = tuple(TEMPERATURES),
-    max_failed_fraction: float = 1.0,
+    max_failed_fraction: Callable[[], float] = lambda: 1.0,
+    refused: Callable[[list[dict[str, Any]]], object] = lambda records: None,
 ) -> Evaluation:
     """Score the first `problems` rows of `prompts`, one episode each, with each decoding.
 
     `sampling` gives limits and stops; its temperature is replaced, and all tokens may be drawn. A rollout without a
     score (abstained, failed) is left out of the mean and counted, and its record says why. Raises `TooManyFailures`
-    where a larger fraction than `max_failed_fraction` failed under one decoding; who abstains has not failed.
+    where a larger fraction failed under one decoding than `max_failed_fraction`, which is asked when that has been
+    played; who abstains has not failed. `refused` is handed the records first, so that they are not lost.
     """
-    records = []
+    records: list[dict[str, Any]] = []
     for decoding in decodings:
         draw = Sampling(sampling.max_new_tokens, TEMPERATURES[decoding], sampling.stop_ids, stop=sampling.stop)
         forest, samples = play(prompts.first(problems), prompts, sampling=draw, seed=seed)
-        refuse_failures(forest, max_failed_fraction, play.judge, where=f"evaluation ({when}, step {step}, {decoding})")
         records += [{**r, "decoding": decoding} for r in rollout_records(forest, samples, when=when, step=step)]
+        where = f"evaluation ({when}, step {step}, {decoding})"
+        try:
+            refuse_failures(forest, max_failed_fraction(), play.judge, where=where)
+        except TooManyFailures:
+            refused(records)
+            raise
     return Evaluation.from_records(records)
 
 

@@ -393,7 +393,8 @@ class Trainer:
                 seed=self.config.seed + EVALUATION_SEED,
                 when=when,
                 step=run.state.step,
-                max_failed_fraction=self._may_fail(run.state.step),
+                max_failed_fraction=lambda: self._may_fail(run.state.step),
+                refused=run.rollouts.extend,
             )
             run.note(made, when)
             self._watch(Evaluated(run.state.step, when, made.held_out()))

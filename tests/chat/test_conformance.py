@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from benchmarks.templates import HEAD, row
 from tests.chat.conformance import FAMILIES, REPLY, Family
-from tests.chat.measured import EQUALITIES, ROUNDS, Found, measure, seam_of
+from tests.chat.measured import EQUALITIES, Found, measure, seam_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "templates.md"
 LINES = PAGE.read_text(encoding="utf-8").splitlines()
@@ -79,7 +79,6 @@ def test_calls_that_the_template_would_spell_otherwise_are_kept_as_written_or_fo
     assert isinstance(plain, Found)
     if not plain.forks:  # what the conversation appended is what the template writes
         assert plain.seam == (between + REPLY + opening).removeprefix(family.trail)
-    assert 0 <= found.forks <= ROUNDS
 
 
 def test_the_table_says_no_where_it_is_so() -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import inspect
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any, NoReturn
 
 import pytest
@@ -116,3 +117,43 @@ def test_a_coroutine_that_is_deaf_to_its_end_is_left_to_itself() -> None:
         return given_up
 
     assert clock.run(give_up)[0] == pytest.approx(6.0)
+
+
+def test_whoever_waits_for_a_job_that_no_thread_will_run_is_told() -> None:
+    class Refusing(Executor):
+        def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+            done: Future[Any] = Future()
+            if error is None:
+                done.cancel()
+            else:
+                done.set_exception(error)
+            return done
+
+    for error, said in ((RuntimeError("can't start new thread"), "can't start"), (None, "the threads are closed")):
+        with pytest.raises(RuntimeError, match=said):
+            asyncio.run(asyncio.wait_for(by_threads(Refusing())(lambda: 1), 60))
+
+
+def test_what_a_coroutine_raises_when_it_is_cancelled_is_of_no_interest() -> None:
+    said: list[Any] = []
+
+    async def stubborn() -> None:
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            raise LookupError("while it is cancelled")
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: said.append(context))
+        task = asyncio.ensure_future(Calls(by_threads(threads))(stubborn))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        del task
+        gc.collect()
+
+    with ThreadPoolExecutor(1) as threads:
+        asyncio.run(main())
+    assert said == []

@@ -105,3 +105,31 @@ def test_a_clock_inside_another_stands_still_together_with_it() -> None:
         return task.result(), loop.time()
 
     assert clock.run(main)[0] == (True, pytest.approx(102.0))
+
+
+def test_a_limit_that_comes_in_the_same_round_as_an_answer_is_a_limit() -> None:
+    """Where something has held the loop, both are there at once; whoever then waits for a turn is too late."""
+
+    async def main() -> tuple[bool, int]:
+        loop = asyncio.get_running_loop()
+        answer = loop.create_future()
+
+        async def work() -> int:
+            await answer
+            with standing():
+                await asyncio.sleep(0)
+            return 7
+
+        timer = Clock(0.05)
+        task = timer.start(work())
+        timer_ends = loop.time() + 0.05
+
+        def hold() -> None:
+            while loop.time() < timer_ends + 0.05:
+                pass
+            loop.call_soon_threadsafe(answer.set_result, None)
+
+        loop.call_later(0.02, hold)
+        return await timer.in_time(task), await task
+
+    assert asyncio.run(main())[1] == 7

@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import pytest
 
-from ramet.concurrency import EventLoop, Here, event_loop, together
+from ramet.concurrency import EventLoop, Exit, Here, event_loop, together
 
 
 def _raise(error: BaseException) -> NoReturn:
@@ -182,3 +182,14 @@ def test_an_interrupt_does_not_wait_for_a_loop_that_something_holds(monkeypatch:
         assert not over.is_set()
         released.set()
         assert loop.run(lambda here: asyncio.sleep(0, 4)) == 4
+
+
+def test_an_exit_in_what_is_submitted_ends_no_loop() -> None:
+    async def leaves() -> None:
+        raise SystemExit(3)
+
+    with EventLoop() as loop:
+        with pytest.raises(Exit) as raised:
+            loop.submit(leaves()).result(60)
+        assert isinstance(raised.value.error, SystemExit)
+        assert loop.submit(asyncio.sleep(0, "still here")).result(60) == "still here"

@@ -224,6 +224,25 @@ def test_seconds_count_from_the_last_answer() -> None:
     assert port.outage.count == 20
 
 
+def test_a_refusal_is_an_answer_too() -> None:
+    port = Port(1.0, 2.5, limit=2.0)
+
+    async def refuse() -> None:
+        port.up()
+        raise RefusedError("no", status=400, detail="")
+
+    async def again() -> None:
+        port.outage.heard()
+        for _ in range(20):
+            with pytest.raises(RefusedError):
+                await with_retries(refuse, ONCE, "row", port.outage)
+            now = asyncio.get_running_loop().time()
+            port.dies, port.back = now, now + 1.4
+
+    run(again)
+    assert port.outage.count == 19
+
+
 def test_nothing_looks_for_whom_nobody_waits_any_more() -> None:
     port = Port(1.0, 80.0)
 

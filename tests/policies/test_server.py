@@ -410,7 +410,7 @@ def test_another_tokenizer_is_found_out_at_the_start(server: ScriptedServer) -> 
     with pytest.raises(ConfigError, match="has another tokenizer"):
         ask(policy)
     assert asked[0] == {"model": MODEL, "add_special_tokens": False}
-    for silent in (says({}), says([1]), says({"error": "x"}, 404)):
+    for silent in (says({}), says([1]), says({"error": "x"}, 404), says({"error": {"code": [1]}})):
         server.always["/tokenize"] = silent
         assert policy.check().tokens
 

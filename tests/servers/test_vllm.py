@@ -215,35 +215,34 @@ def killed_in_the_middle(
 
 
 def test_a_server_that_is_killed_costs_the_rows_under_way_and_comes_back_with_the_right_weights(
-    tiny_folder: Path,
+    server: Running,
 ) -> None:
-    with vllm(tiny_folder, "--max-model-len", str(CONTEXT), "--max-num-seqs", "8") as server:
-        hasty, patient = policy_for(server, retries=HASTY, outage=0.0), policy_for(server)
-        hasty.update(peaked(1))
-        asked = requests(Sampling(100), 128)  # twice as many as are under way at once
-        answers(hasty, asked[:8])  # its first answers come late, and then many at once
-        with pytest.warns(UserWarning, match="rows have no answer"):
-            found = killed_in_the_middle(server, hasty, asked)
-        lost = [one for one in found if one.stop is StopReason.ERROR]
-        assert len(found) == 128
-        assert 1 <= len(lost) <= 122
-        assert all(len(one.tokens) == 0 for one in lost)
-        with pytest.raises(ServerError, match="ConnectError"):
-            hasty.check()
+    hasty, patient = policy_for(server, retries=HASTY, outage=0.0), policy_for(server)
+    hasty.update(peaked(1))
+    asked = requests(Sampling(100), 128)  # twice as many as are under way at once
+    answers(hasty, asked[:8])  # its first answers come late, and then many at once
+    with pytest.warns(UserWarning, match="rows have no answer"):
+        found = killed_in_the_middle(server, hasty, asked)
+    lost = [one for one in found if one.stop is StopReason.ERROR]
+    assert len(found) == 128
+    assert 1 <= len(lost) <= 122
+    assert all(len(one.tokens) == 0 for one in lost)
+    with pytest.raises(ServerError, match="ConnectError"):
+        hasty.check()
 
-        server.start()  # with the weights of its folder
-        found = answers(hasty, asked[:32])
-        assert {one.version for one in found} == {1}
-        assert furthest(peaked(1), asked[:32], found) < EXACT
+    server.start()  # with the weights of its folder
+    found = answers(hasty, asked[:32])
+    assert {one.version for one in found} == {1}
+    assert furthest(peaked(1), asked[:32], found) < EXACT
 
-        patient.update(peaked(2))
-        found = killed_in_the_middle(server, patient, asked, again=True)
-        assert {one.version for one in found} == {1}
-        assert StopReason.ERROR not in {one.stop for one in found}
-        found.sort(key=lambda one: one.row)
-        assert furthest(peaked(2), asked, found) < EXACT
-        hasty.close()
-        patient.close()
+    patient.update(peaked(2))
+    found = killed_in_the_middle(server, patient, asked, again=True)
+    assert {one.version for one in found} == {1}
+    assert StopReason.ERROR not in {one.stop for one in found}
+    found.sort(key=lambda one: one.row)
+    assert furthest(peaked(2), asked, found) < EXACT
+    hasty.close()
+    patient.close()
 
 
 def test_a_server_as_it_comes_serves_at_temperature_1_and_takes_no_weights(tiny_folder: Path) -> None:

@@ -209,13 +209,13 @@ def test_the_process_ends_with_what_started_it() -> None:
     assert asyncio.run(made.same("1/2", "0.5"))
     running = made._running
     assert running is not None
-    (pid,) = [process.pid for process in running._open]
+    (process,) = running._open
     del running
     gone = weakref.ref(made)
     del made
     gc.collect()
     assert gone() is None
-    assert ends.gone(pid)
+    assert process._popen.returncode is not None
     second = Verifier()
     second.close()
     second.close()

@@ -88,6 +88,7 @@ def test_an_episode_is_played_and_scored_through_the_task() -> None:
         shown = asyncio.run(stand_in.alone(task.held_out[0], knowing))
     assert "invalid move" in shown.messages[2]["content"]
     assert shown.played is not None
+    assert not shown.played.stop.truncated
     assert not shown.broken
     assert Judge(task.score)([shown.played.sample])[0].score == 1.0
 

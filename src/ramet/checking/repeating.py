@@ -114,7 +114,13 @@ def _digest(rows: Sequence[Row]) -> str:
 
 def key_of(row: Mapping[str, Any]) -> str:
     """Return a row as text; of what JSON can not hold, its type."""
-    return json.dumps(dict(row), sort_keys=True, default=lambda value: type(value).__name__)
+    return json.dumps(_with_text_keys(row), sort_keys=True, default=lambda value: type(value).__name__)
+
+
+def _with_text_keys(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key if isinstance(key, str) else repr(key): _with_text_keys(item) for key, item in value.items()}
+    return [_with_text_keys(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def fault_of(row: Any) -> str:

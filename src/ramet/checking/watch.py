@@ -32,8 +32,8 @@ def watched(work: Callable[[], Coroutine[Any, Any, None]], seconds: float, doing
     """
     run = _Run(work, seconds / BEATS)
     thread = threading.Thread(target=run, name="ramet check", daemon=True)
-    thread.start()
     try:
+        thread.start()  # in which Ctrl-C may be heard as well
         silent = 0
         while silent < 2 * BEATS:  # twice over, for the whole process may have been stopped and gone on
             before = run.beats
@@ -47,7 +47,7 @@ def watched(work: Callable[[], Coroutine[Any, Any, None]], seconds: float, doing
             run.cancel()
             run.done.wait(GRACE)
         raise
-    thread.join()
+    thread.join(GRACE)
     if run.error is not None:
         raise run.error
 
@@ -59,6 +59,7 @@ class _Run:
         self._work, self._pause = work, pause
         self._stop: Callable[[], object] = lambda: None
         self.beats = 0
+        self._cancelled = False
         self.done = threading.Event()
         self.error: BaseException | None = None
 
@@ -72,18 +73,24 @@ class _Run:
 
     def cancel(self) -> None:
         """Have the coroutine end."""
+        self._cancelled = True
         self._stop()
 
     async def _main(self) -> None:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
         self._stop = lambda: loop.call_soon_threadsafe(task.cancel)
+        if self._cancelled:
+            task.cancel()
         beating = asyncio.ensure_future(self._beat())
         try:
             await self._work()
+        except BaseException as error:
+            self.error = error
         finally:
             self._stop = lambda: None
             beating.cancel()
+            self.done.set()  # closing the loop may wait for a thread of its own that hangs
 
     async def _beat(self) -> None:
         while True:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import inspect
 from collections.abc import Awaitable, Callable, Coroutine
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -38,7 +39,7 @@ def by_threads(threads: Executor) -> Calling:
 
     async def call(function: Callable[[], T], /) -> T:
         job = Job(function)
-        threads.submit(contextvars.copy_context().run, job.run)
+        threads.submit(contextvars.copy_context().run, job.run).add_done_callback(job.refused)
         return await job.result()
 
     return call
@@ -64,6 +65,13 @@ class Job(Generic[T]):
         except RuntimeError:  # the loop is closed
             _drop(value)
         return raised
+
+    def refused(self, done: Future[Any]) -> None:
+        """Tell whoever waits where no thread has run the function."""
+        error = RuntimeError("the threads are closed") if done.cancelled() else done.exception()
+        if error is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._settle, None, error)
 
     def _settle(self, value: Any, raised: BaseException | None) -> None:
         if not self._future.done():
@@ -114,6 +122,8 @@ class Calls:
             if not task.done():
                 self._left.add(task)
                 task.add_done_callback(self._left.discard)
+            elif not task.cancelled():
+                task.exception()  # what it raises when it is cancelled is of no interest
         try:
             return task.result()
         except Exit as exit_:

@@ -57,7 +57,12 @@ class Clock:
         if self._outer is not None:
             self._outer.stop()
         self._standing += 1
-        if self._standing == 1 and self._limit is not None and (end := self._limit.when()) is not None:
+        if (
+            self._standing == 1
+            and self._limit is not None
+            and not self._limit.expired()
+            and (end := self._limit.when()) is not None
+        ):
             self._left = end - self._loop.time()
             self._limit.reschedule(None)
 

@@ -108,11 +108,13 @@ class EventLoop:
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Run `work` in the loop, for a caller who does not wait; cancelling the future cancels it.
 
-        Raises `RuntimeError` when the loop is closed.
+        An exit in it is the future's error, an `Exit`. Raises `RuntimeError` when the loop is closed.
         """
+        apart = without_exits(lambda: work)
         try:
-            return asyncio.run_coroutine_threadsafe(work, self._loop)
+            return asyncio.run_coroutine_threadsafe(apart, self._loop)
         except RuntimeError:
+            apart.close()
             work.close()
             raise
 

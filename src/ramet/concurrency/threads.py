@@ -67,8 +67,8 @@ class Threads(Executor):
         if wait and room.beginner.is_alive():
             room.beginner.join()
         for thread in room.threads:
-            if wait and thread not in room.busy:
-                thread.join()
+            while wait and thread.is_alive() and thread not in room.busy:
+                thread.join(0.01)
 
 
 class _Room:

@@ -213,7 +213,7 @@ def _json(where: str, headers: Mapping[str, str], data: bytes) -> Any:
     if isinstance(found, dict) and found.get("error") and "choices" not in found:
         code = found["error"].get("code") if isinstance(found["error"], dict) else None
         message = f"{where}: status 200 with an error in it: {_said(data)}"
-        raise TransientError(message, status=code) if code in AGAIN else ServerError(message)
+        raise TransientError(message, status=code) if isinstance(code, int) and code in AGAIN else ServerError(message)
     return found
 
 

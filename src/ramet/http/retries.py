@@ -12,7 +12,7 @@ from email.utils import parsedate_to_datetime
 from typing import TypeVar
 
 from ramet.errors import ServerError
-from ramet.http.exchange import TransientError
+from ramet.http.exchange import RefusedError, TransientError
 from ramet.http.outage import Outage
 
 T = TypeVar("T")
@@ -68,6 +68,10 @@ async def with_retries(
             found = await ask()
         except TransientError as error:
             failed = error
+        except RefusedError:
+            if outage is not None:
+                outage.heard()
+            raise
         else:
             if outage is not None:
                 outage.heard()

@@ -7,6 +7,7 @@ beside the row stands what it was: `kinds` are pairs of a place in the row, as k
 from __future__ import annotations
 
 import base64
+import copy
 import datetime
 import decimal
 import fractions
@@ -81,7 +82,7 @@ def read_back(columns: Mapping[str, Any], kinds: Iterable[Sequence[Any]] = ()) -
     >>> read_back({"size": [2, 3]}, [[["size"], "tuple"]])
     {'size': (2, 3)}
     """
-    row = dict(columns)
+    row = copy.deepcopy(dict(columns))
     for place, kind in kinds:  # what is inside comes before what holds it
         *above, last = place
         holder: Any = row

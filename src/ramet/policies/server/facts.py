@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from ramet.errors import ConfigError, ServerError
-from ramet.http import Ask, RefusedError
+from ramet.http import Ask, RefusedError, TransientError
 from ramet.policies.server.answers import has_tokens, is_processed
 from ramet.policies.server.requests import tokens_body
 from ramet.policies.server.weights import PLAIN, label_of, settings_of
@@ -75,7 +75,9 @@ async def refuse_another_tokenizer(ask: Ask, model: str, tokenizer: PreTrainedTo
     text = WRITTEN + (tokenizer.eos_token or "")
     try:
         found = await ask("POST", "/tokenize", {"model": model, "prompt": text, "add_special_tokens": False})
-    except RefusedError:
+    except TransientError:
+        raise
+    except ServerError:
         return  # it has no such page
     ids = found.get("tokens") if isinstance(found, dict) else None
     own = list(tokenizer(text, add_special_tokens=False)["input_ids"])
