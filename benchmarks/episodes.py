@@ -3,8 +3,9 @@
     python benchmarks/episodes.py [--rollouts 64] [--seconds 0.1] [--runs 5]
 
 A scripted policy writes the call and then the answer, so that what is measured is the machinery: templates, calls,
-threads, scores and the forest. The floor is the time of one tool; one after another they would take as many of them as
-there are rollouts.
+threads and scores. The floor is the time of one tool; one after another they would take as many of them as there are
+rollouts. Then the score of the first rollout computes for a second in Python, in a thread and in a process: what counts
+is when the other 63 have ended, tools, answers and scores included.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from collections.abc import Callable
 from typing import Any
 
 from ramet.chat import ChatTemplate
-from ramet.episodes import EventLoop, Start, collect_episodes
+from ramet.concurrency import EventLoop
+from ramet.episodes import Played, Rules, Start, into_forest, play_episodes
+from ramet.forest import Forest
 from ramet.models.tiny import tiny_tokenizer
 from ramet.policies.scripted import ScriptedPolicy
-from ramet.tasks.judge import Judge
-from ramet.tasks.task import Task
+from ramet.tasks import Judge, Task, in_processes
 from ramet.types import Request, Sample, Sampling
 
 TEMPLATE = (
@@ -50,38 +52,60 @@ def tools(seconds: float) -> dict[str, Callable[..., Any]]:
     return found
 
 
-def measure(tool: Callable[..., Any], rollouts: int, loop: EventLoop) -> float:
-    """Return how many seconds `rollouts` episodes with one call of `tool` each take."""
+def computing(seconds: float) -> float:
+    """Compute in Python for so long, and give a full score."""
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        sum(number * number for number in range(1000))
+    return 1.0
+
+
+def scorer(name: str) -> Callable[[Sample], float]:
+    """Return a score: of its own, or one that computes for a second on the first rollout."""
+
+    def plain(sample: Sample) -> float:
+        return float(sample.completion == "done" and sample.messages[-2]["content"] == "seen")
+
+    def computes(sample: Sample) -> float:
+        return computing(1.0) if sample.group == 0 else plain(sample)
+
+    return plain if name == "plain" else computes
+
+
+def measure(tool: Callable[..., Any], rollouts: int, loop: EventLoop, judge: Judge) -> float:
+    """Return after how many seconds all of `rollouts` episodes with one call of `tool` have ended, but the first."""
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = TEMPLATE
     call = tokenizer('<tool_call>{"name": "look", "arguments": {}}</tool_call>', add_special_tokens=False)["input_ids"]
     answer = tokenizer("done", add_special_tokens=False)["input_ids"]
+    ends: list[float] = []
 
     def write(request: Request) -> list[int]:
         return [*(call if request.draw.turn == 0 else answer), EOS]
 
-    def score(sample: Sample) -> float:
-        return float(sample.completion == "done" and sample.messages[-2]["content"] == "seen")
+    def ended(played: Played) -> None:
+        if played.start.group:
+            ends.append(time.perf_counter())
 
     row = {"prompt": [{"role": "user", "content": "What is there?"}]}
-    task = Task("look", [row], [], score, tools=[tool], max_turns=3)
+    task = Task("look", [row], [], lambda sample: 1.0, tools=[tool], max_turns=3)
     starts = [Start(row, group, prompt_index=0) for group in range(rollouts)]
     began = time.perf_counter()
-    forest = collect_episodes(
+    played = play_episodes(
         task,
         ScriptedPolicy(write, eos_token_id=EOS),
         starts,
-        sampling=Sampling(100),
-        seed=0,
         template=ChatTemplate(tokenizer),
-        judge=Judge(score),
+        rules=Rules(Sampling(100), 0),
+        judge=judge,
         loop=loop,
+        ended=ended,
     )
-    seconds = time.perf_counter() - began
-    scores = [rollout.outcome.score for rollout in forest.rollouts if rollout.outcome is not None]
+    into_forest(played, Forest())
+    scores = [one.outcome.score for one in played if one.outcome is not None]
     if scores != [1.0] * rollouts:
         raise RuntimeError(f"expected {rollouts} rollouts with a score of 1: found {scores}")
-    return seconds
+    return max(ends) - began
 
 
 def main() -> None:
@@ -91,14 +115,22 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.1)
     parser.add_argument("--runs", type=int, default=5)
     options = parser.parse_args()
+    judges = {
+        "": Judge(scorer("plain")),
+        ", beside a score that computes for 1 s": Judge(scorer("computes"), seconds=60),
+        ", beside the same in a process": Judge(in_processes(scorer("computes")), seconds=60),
+    }
     with EventLoop() as loop:
         for name, tool in tools(options.seconds).items():
-            measure(tool, options.rollouts, loop)  # what is made once is made
-            taken = [measure(tool, options.rollouts, loop) for _ in range(options.runs)]
-            print(
-                f"{options.rollouts} rollouts, a tool of {options.seconds:g} s each, {name}: median "
-                f"{statistics.median(taken):.3f} s, {min(taken):.3f} to {max(taken):.3f} s"
-            )
+            for beside, judge in judges.items():
+                measure(tool, options.rollouts, loop, judge)  # what is made once is made
+                taken = [measure(tool, options.rollouts, loop, judge) for _ in range(options.runs)]
+                print(
+                    f"{options.rollouts} rollouts, a tool of {options.seconds:g} s each, {name}{beside}: median "
+                    f"{statistics.median(taken):.3f} s, {min(taken):.3f} to {max(taken):.3f} s"
+                )
+    for judge in judges.values():
+        judge.close()
 
 
 if __name__ == "__main__":

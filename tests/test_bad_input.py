@@ -27,6 +27,7 @@ from ramet.errors import (
 from ramet.events import Event, StepDone
 from ramet.metrics import read
 from ramet.models.tiny import tiny_llama, tiny_tokenizer
+from ramet.tasks import Task
 from ramet.trainer import Trainer
 from ramet.types import Sample
 
@@ -381,3 +382,38 @@ def test_a_full_disk_does_not_hide_why_the_run_stopped(
     with pytest.raises(RewardError, match="found 'bad'") as raised:
         trainer(tmp_path, reward=reward, watcher=steps_then(1, full_disk[1])).train()
     assert "No space left" in raised.value.__notes__[0]
+
+
+def own_task() -> Task:
+    return Task("own", [{"prompt": "1="}], [], fine)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "message", "hint"),
+    [
+        ({"task": own_task}, ConfigError, "a ramet.Task: found the function own_task", "called first"),
+        ({"task": "arithmetic"}, ConfigError, "expected a ramet.Task: found 'arithmetic'", "build_task"),
+        ({"config": {"steps": 1}}, ConfigError, "expected a TrainConfig: found {'steps': 1}", "TrainConfig(...)"),
+        ({"model": None}, ModelError, "expected a model: found None", "its name or its folder"),
+        ({"task": Task("own", [], [], fine)}, DataError, "the task own has no training rows", "options"),
+        ({"task": Task("own", ["1"], [], fine, tools=[len])}, ConfigError, "one of its tools is none", "typed"),
+    ],
+)
+def test_what_a_trainer_is_made_of_is_named_where_it_is_something_else(
+    changes: dict[str, Any], kind: type[RametError], message: str, hint: str, tmp_path: Path
+) -> None:
+    given: dict[str, Any] = {"model": model(), "task": own_task(), "config": config(tmp_path)} | changes
+    with pytest.raises(kind) as raised:
+        Trainer.from_task(given["model"], given["task"], config=given["config"], tokenizer=TOKENIZER)
+    assert message in raised.value.message
+    assert hint in str(raised.value.hint)
+
+
+def test_the_other_ways_to_make_a_trainer_look_at_model_and_settings_too(tmp_path: Path) -> None:
+    for settings in ({"steps": 1}, None):
+        with pytest.raises(ConfigError, match="expected a TrainConfig: found"):
+            Trainer(model(), PROMPTS, fine, config=settings, tokenizer=TOKENIZER)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="expected a TrainConfig: found"):
+            Trainer.from_config(settings)  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match="expected a model: found None"):
+        Trainer(None, PROMPTS, fine, config=config(tmp_path))  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from ramet.config import Section, TrainConfig, checked, dump, load, parse
+from ramet.config import KLConfig, OptimizerConfig, RolloutConfig, Section, TrainConfig, checked, dump, load, parse
 from ramet.config import settings as all_settings
 from ramet.errors import ConfigError
 
@@ -298,6 +299,29 @@ def test_a_config_is_frozen_and_takes_no_unknown_argument() -> None:
         config.kl.coefficient = 1.0
     with pytest.raises(ValidationError):
         TrainConfig.model_validate({**config.model_dump(), "extra": 1})
+
+
+@pytest.mark.parametrize(
+    ("make", "message", "hint"),
+    [
+        (lambda: RolloutConfig(group_sice=3), "unknown key rollout.group_sice", "mean rollout.group_size?"),
+        (lambda: RolloutConfig(), "rollout.max_new_tokens is missing in RolloutConfig(...)", "Limit of a completion"),
+        (lambda: RolloutConfig(max_new_tokens=0), "rollout.max_new_tokens: expected a number greater", "Limit"),
+        (lambda: TrainConfig(steps=1, nam="x"), "unknown key nam in TrainConfig(...)", "did you mean name?"),
+        (lambda: KLConfig(placed="loss"), "unknown key kl.placed in KLConfig(...)", "did you mean kl.place?"),
+    ],
+)
+def test_a_section_that_is_called_with_a_wrong_key_names_the_nearest(make: Any, message: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        make()
+    assert message in raised.value.message
+    assert hint in str(raised.value.hint)
+
+
+def test_sections_that_contradict_each_other_are_refused_in_python_as_in_a_file() -> None:
+    rest = {"rollout": RolloutConfig(max_new_tokens=1), "optimizer": OptimizerConfig(learning_rate=1.0)}
+    with pytest.raises(ConfigError, match=r"kl\.coefficient = 0 charges none, in TrainConfig"):
+        TrainConfig(steps=1, kl=KLConfig(estimator="k1"), **rest)
 
 
 def test_every_setting_says_what_it_is_and_each_that_may_be_none_is_none_when_absent() -> None:

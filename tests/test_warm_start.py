@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any
 
@@ -161,6 +162,28 @@ def test_validation_rows_are_not_imitated_and_held_out_rows_are_not_touched() ->
 def test_a_validation_without_any_score_counts_as_none_reached() -> None:
     done, _ = start(model(), config("warm_start.until=0.5", "warm_start.max_steps=2"), task(lambda sample: None))
     assert done == WarmStarted(2, 0.0)
+
+
+def test_async_answers_are_awaited() -> None:
+    """One step from the same weights: the loss is that of the sync answers, to the bit."""
+
+    async def answer(row: Mapping[str, Any]) -> str:
+        await asyncio.sleep(0)
+        return reference_answer(row)
+
+    given: Any = answer
+    settings = config("warm_start.max_steps=1")
+    _, events = start(model(), settings, Task("copy", ROWS, HELD_OUT, exact_match, answer=given))
+    assert [event.loss for event in events] == [event.loss for event in start(model(), settings)[1]]
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [(lambda row: 7, "TypeError: expected text: found int"), (lambda row: row["gone"], "KeyError: 'gone'")],
+)
+def test_an_answer_that_fails_or_is_no_text_names_its_row(answer: Any, why: str) -> None:
+    with pytest.raises(ConfigError, match=f"of the task copy, and that of the training row 0 failed: {why}"):
+        start(model(), config(), Task("copy", ROWS, HELD_OUT, exact_match, answer=answer))
 
 
 def test_a_task_without_reference_answers_is_refused() -> None:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import logging
 import os
+import reprlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ramet.chat import ChatTemplate, PlainTemplate
-from ramet.config import ModelConfig, RolloutConfig, ServerConfig, TrainConfig, checked
+from ramet.config import ModelConfig, RolloutConfig, ServerConfig, TaskConfig, TrainConfig, checked
 from ramet.envs.llm import LLMEnv
 from ramet.episodes import Rules, Speech
-from ramet.errors import ConfigError, ModelError
+from ramet.errors import ConfigError, DataError, ModelError, ServerError
 from ramet.models import check_vocabulary, load_model, pick_device
 from ramet.models.load import DTYPES, load_tokenizer
 from ramet.policies.server import Retries, ServerPolicy
@@ -22,12 +26,54 @@ from ramet.policies.stops import decoder_of
 from ramet.policies.transformers import TransformersPolicy, context_length, eos_ids_of
 from ramet.rollouts import OneTurn, Turns
 from ramet.scoring.in_file import InFile, in_file
-from ramet.tasks import Judge, Task
+from ramet.tasks import Judge, Task, build_task
 from ramet.tools import Toolbox
 from ramet.types import Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def refuse_parts(model: object, task: object, config: object) -> None:
+    """Raise `ModelError` or `ConfigError` where a run was given something else than a model, a task and settings."""
+    if not isinstance(model, (str, Path, torch.nn.Module)):
+        raise ModelError(
+            f"expected a model: found {_described(model)}", hint="give a transformers model, its name or its folder"
+        )
+    if not isinstance(task, Task):
+        hint = "a function that returns one is called first" if callable(task) else "Task(...) or build_task(NAME)"
+        raise ConfigError(f"expected a ramet.Task: found {_described(task)}", hint=hint)
+    refuse_no_config(config)
+    if not len(task.train):
+        raise DataError(
+            f"the task {task.name} has no training rows: its list train is empty",
+            hint="do its options, or a filter, leave nothing?",
+        )
+    tools_of(task)
+
+
+def task_of(section: TaskConfig, seed: int) -> Task:
+    """Build the task that a section of the settings names; raise `ConfigError` where there is none."""
+    return build_task(
+        section.name,
+        section.options,
+        seed=seed,
+        prompts=section.prompts,
+        held_out=section.held_out,
+        reward=section.reward,
+    )
+
+
+def refuse_no_config(config: object) -> None:
+    """Raise `ConfigError` for what is no `TrainConfig`."""
+    if not isinstance(config, TrainConfig):
+        raise ConfigError(
+            f"expected a TrainConfig: found {_described(config)}", hint="TrainConfig(...), or ramet.config.load(PATH)"
+        )
+
+
+def _described(value: object) -> str:
+    return f"the function {value.__name__}" if inspect.isfunction(value) else f"{reprlib.repr(value)}"
 
 
 def model_of(
@@ -55,7 +101,7 @@ def model_of(
         if section.chat_template is not None and tokenizer is not None:
             raise ConfigError(
                 "model.chat_template is for a tokenizer that is loaded by name: found one that is there already",
-                hint="set tokenizer.chat_template, and leave model.chat_template out",
+                hint="set the tokenizer's own chat_template, and leave model.chat_template out",
             )
         saved = None if kept is None else kept / "chat_template.jinja"
         loaded, own = load_model(
@@ -206,7 +252,11 @@ def server_of(section: ServerConfig, tokenizer: PreTrainedTokenizerBase) -> Serv
 
 def refuse_text_alone(server: ServerPolicy) -> None:
     """Raise `ModelError` for a server whose completions can not be trained on."""
-    facts = server.check()
+    try:
+        facts = server.check()
+    except ServerError as error:
+        error.hint = error.hint and error.hint.replace("api_key", "server.key_variable (in Python api_key)")
+        raise
     if not facts.tokens:
         raise ModelError(
             f"a run needs the token ids and log-probs of what a server samples, and it gives text alone: "
@@ -216,9 +266,15 @@ def refuse_text_alone(server: ServerPolicy) -> None:
 
 
 def tools_of(task: Task) -> tuple[Mapping[str, Any], ...]:
-    """Return the JSON schemas of a task's tools."""
-    with contextlib.closing(Toolbox(task.tools)) as toolbox:
-        return tuple(toolbox.schemas)
+    """Return the JSON schemas of a task's tools; raise `ConfigError` for one that is none, and two of one name."""
+    try:
+        with contextlib.closing(Toolbox(task.tools)) as toolbox:
+            return tuple(toolbox.schemas)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"the task {task.name}: one of its tools is none: {error}",
+            hint="a tool is a function with typed parameters and a docstring, and has a name of its own",
+        ) from error
 
 
 def playing_of(

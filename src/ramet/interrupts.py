@@ -1,4 +1,4 @@
-"""Ctrl-C as a question that a loop can ask."""
+"""Ctrl-C as a question that a loop can ask, and what a scheduler sends in its place."""
 
 from __future__ import annotations
 
@@ -32,3 +32,16 @@ def interrupts(heard: Callable[[], None]) -> Iterator[Callable[[], bool]]:
         yield lambda: asked
     finally:
         signal.signal(signal.SIGINT, previous)
+
+
+@contextlib.contextmanager
+def termination_as_interrupt() -> Iterator[None]:
+    """Take SIGTERM, with which a scheduler ends a process, for Ctrl-C; outside the main thread nothing changes."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, lambda number, frame: signal.raise_signal(signal.SIGINT))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous or signal.SIG_DFL)

@@ -162,7 +162,7 @@ class MetricsLog:
         except OSError as error:
             with contextlib.suppress(OSError):  # what is left in the buffer can not be written by closing either
                 self._file.close()
-            hint = "make room and go on with resume: what was written before is whole"
+            hint = "make room: what was written before is whole, and a run goes on with --resume (resume=True)"
             raise CheckpointError(f"{self.path} can not be written: {error}", hint=hint) from error
 
     def extend(self, entries: Iterable[Mapping[str, Any]]) -> None:

@@ -16,6 +16,7 @@ from ramet.envs.env import EnvBase
 from ramet.episodes import Answers, Played, Rules, Speech, into_forest, play, play_episodes, starts_of
 from ramet.errors import ForestError, TooManyFailures
 from ramet.forest import Forest
+from ramet.forest.entries import outcomes_in
 from ramet.policies.policy import Policy, by_row, set_stop_reasons
 from ramet.prompts import Prompts
 from ramet.tasks.judge import Judge
@@ -134,7 +135,8 @@ def collect(
 
     `td` holds what `env.reset` needs and `group_id`, `repeat_index` and, where there are data rows, `prompt_index`,
     int64 [B]. A row ends when the environment is done with it, when its completion is cut by a limit, or after
-    `max_turns` turns; the forest says which. Rows that have ended are neither asked nor stepped.
+    `max_turns` turns; the forest says which. Rows that have ended are neither asked nor stepped. Where the environment
+    judges (a `ChatEnv` with a task), its outcomes are the rollouts'.
 
     Raises `ForestError` where the environment gives back other tokens than those that the policy saw and sampled.
     """
@@ -142,6 +144,7 @@ def collect(
         raise ValueError(f"max_turns must be at least 1: found {max_turns}")
     forest = Forest() if forest is None else forest
     state = env.reset(td)
+    _check_keys(env, state)
     groups, members = state[Key.GROUP].tolist(), state[Key.MEMBER].tolist()
     indices = state[Key.PROMPT_INDEX].tolist() if Key.PROMPT_INDEX in state.keys() else [-1] * len(groups)  # noqa: SIM118
     numbers = forest.plant(ragged.rows(state, Key.TOKENS), groups=groups, members=members, prompt_indices=indices)
@@ -162,7 +165,9 @@ def collect(
         state = _step(env, state, answers, len(numbers))
         terminated, truncated = (state[flag].reshape(-1).tolist() for flag in ("terminated", "truncated"))
         _add_what_came_back(forest, state, answers, rows, numbers)
+        outcomes = outcomes_in(state)
         for row in live:
+            forest.rollouts[numbers[row]].outcome = outcomes[row]
             forest.rollouts[numbers[row]].stop = _stop(
                 answers[row].stop,
                 terminated=terminated[row],
@@ -173,6 +178,15 @@ def collect(
         if not live:
             break
     return forest
+
+
+def _check_keys(env: EnvBase, state: TensorDictBase) -> None:
+    if state.get(Key.TOKENS, None) is None or env.action_keys != [Key.RESPONSE]:
+        raise KeyError(
+            f"collect reads {Key.TOKENS!r} and writes {Key.RESPONSE!r}: the environment takes {env.action_keys} and "
+            f"shows {sorted(map(str, state.keys()))}; name its keys so (ChatEnv: observation_key, action_key; LLMEnv: "
+            "from_text=False)"
+        )
 
 
 def _step(env: EnvBase, state: TensorDictBase, answers: dict[int, Completion], count: int) -> TensorDictBase:
@@ -280,8 +294,8 @@ def refuse_failures(forest: Forest, allowed: float, judge: Judge, *, where: str)
         raise TooManyFailures(
             f"{where}: {failed:.0%} of the rollouts failed, and rollout.max_failed_fraction allows {allowed:.0%}; "
             f"the first says: {first_failure(forest)}",
-            hint=f"mend what it names (the reward is {judge.name}) and go on with resume, or raise "
-            "rollout.max_failed_fraction",
+            hint=f"mend what it names (if the reward, {judge.name}) and go on with --resume (in Python "
+            "resume=True), or raise rollout.max_failed_fraction",
         )
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +33,27 @@ from ramet.scoring.score import Scorer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+LOG = logging.getLogger(__name__)
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file of text; an `OSError` says which file, for a disk that is full in the middle does not."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
+def refuse_existing(folder: Path) -> None:
+    """Raise `RunExists` where the folder of a new run is there already."""
+    if os.path.lexists(folder):
+        raise RunExists(
+            f"the run folder {folder} is there already: a new run would mix with it",
+            hint="go on with --resume (in Python resume=True), give the run another name, or remove the folder",
+        )
 
 
 class RunFolder:
@@ -74,11 +97,9 @@ class RunFolder:
         """Make the folder of a new run; raise `RunExists` where it is there already."""
         try:
             self.path.mkdir(parents=True)
-        except FileExistsError as error:
-            raise RunExists(
-                f"the run folder {self.path} is there already: a new run would mix with it",
-                hint="go on with resume, give the run another name, or remove the folder",
-            ) from error
+        except FileExistsError:
+            refuse_existing(self.path)
+            raise  # it is gone again
         except OSError as error:
             raise ConfigError(
                 f"the run folder {self.path} can not be made: {error}", hint="set runs and name"
@@ -91,7 +112,7 @@ class RunFolder:
 
     def write_settings(self, config: TrainConfig) -> None:
         """Write `config.toml`."""
-        (self.path / "config.toml").write_text(dump(config), encoding="utf-8")
+        write(self.path / "config.toml", dump(config))
 
     @contextlib.contextmanager
     def undone_on_error(self) -> Iterator[None]:
@@ -138,14 +159,32 @@ class RunFolder:
     def _undo(self, step: int) -> dict[tuple[When, int], Evaluation]:
         """Strike from the logs what came after `step`, and what is not whole; return the evaluations that are there."""
         self.log.keep(lambda line: line["step"] <= step)
+        self._tell_of_lost(
+            self.log, Counter(line["step"] for line in entries(self.log.path) if "when" not in line), step
+        )
         made = {(line["when"], line["step"]) for line in entries(self.log.path) if "when" in line}
         train = {("train", number) for number in range(step + 1)}
         self.rollouts.keep(lambda line: (line["when"], line["step"]) in made | train)
         records: dict[tuple[When, int], list[Mapping[str, Any]]] = {evaluation: [] for evaluation in made}
+        trained: Counter[int] = Counter()
         for record in entries(self.rollouts.path):
-            if record["when"] != "train":
+            if record["when"] == "train":
+                trained[record["step"]] += 1
+            else:
                 records[record["when"], record["step"]].append(record)
+        self._tell_of_lost(self.rollouts, trained, step)
+        for when, number in made:
+            if when != "during" and not records[when, number]:
+                LOG.warning("%s has lost the rollouts of the evaluation %s step %d", self.rollouts.path, when, number)
         return {evaluation: Evaluation.from_records(kept) for evaluation, kept in records.items()}
+
+    def _tell_of_lost(self, log: MetricsLog, found: Counter[int], steps: int) -> None:
+        """Warn of steps that are done and that a log has fewer lines of than of others: somebody cut it short."""
+        whole = max(found.values(), default=1)
+        lost = [number for number in range(1, steps + 1) if found[number] < whole]
+        if lost:
+            which = f"step {lost[0]}" if len(lost) == 1 else f"{len(lost)} steps, from {lost[0]} to {lost[-1]}"
+            LOG.warning("%s has lost its lines of %s: the run goes on without them", log.path, which)
 
     @property
     def checkpoints(self) -> Path:
@@ -238,6 +277,6 @@ class RunFolder:
             summary["difference"] = {name: change._asdict() for name, change in changes.items() if change is not None}
         summary["seconds"] = seconds
         partial = self.path / "summary.json.partial"
-        partial.write_text(json.dumps(finite(summary, "summary"), indent=2) + "\n", encoding="utf-8")
+        write(partial, json.dumps(finite(summary, "summary"), indent=2) + "\n")
         os.replace(partial, self.path / "summary.json")
         return summary

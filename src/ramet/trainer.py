@@ -20,11 +20,14 @@ from ramet.assembly import (
     policy_of,
     prompt_limit,
     reference_of,
+    refuse_no_config,
+    refuse_parts,
     refuse_text_alone,
     sampling_of,
     score_limit,
     server_of,
     settled_turns,
+    task_of,
     tools_of,
 )
 from ramet.checkpoint import REFERENCE, RunState, newest_checkpoint, refuse_other_settings
@@ -50,7 +53,7 @@ from ramet.prompts.prompts import Row
 from ramet.rollouts import Turns, refuse_failures
 from ramet.run_folder import RunFolder
 from ramet.scoring.score import Scorer
-from ramet.tasks import Judge, Reward, Task, build_task
+from ramet.tasks import Judge, Reward, Task
 from ramet.types import Sample
 from ramet.warm_start import split_rows, warm_start
 
@@ -97,22 +100,17 @@ class Trainer:
         train, test = read_rows(prompts), [] if held_out is None else read_rows(held_out)
         refuse_shared(train, test)
         task = Task(name=getattr(reward, "__name__", "reward"), train=train, held_out=test, score=reward)
+        refuse_parts(model, task, config)
         self._build(model, task, tokenizer, config.model_copy(update={"task": None}), watcher, resume)
 
     @classmethod
     def from_config(cls, config: TrainConfig, *, watcher: Watcher | None = None, resume: bool = False) -> Trainer:
         """Make the trainer that `config` describes, its model and its task included."""
+        refuse_no_config(config)
         if config.model is None or config.task is None:
             raise ConfigError("a run from a configuration needs the sections [model] and [task]")
-        section = config.task
-        task = build_task(
-            section.name,
-            section.options,
-            seed=config.seed,
-            prompts=section.prompts,
-            held_out=section.held_out,
-            reward=section.reward,
-        )
+        task = task_of(config.task, config.seed)
+        refuse_parts(config.model.name, task, config)
         trainer = cls.__new__(cls)
         trainer._build(config.model.name, task, None, config, watcher, resume)
         return trainer
@@ -129,6 +127,7 @@ class Trainer:
         resume: bool = False,
     ) -> Trainer:
         """Make the trainer of a `Task`: with replies of its environment, tools, and what else it has."""
+        refuse_parts(model, task, config)
         for rows in (task.train, *([task.held_out] if task.held_out else [])):
             read_rows(rows)
         refuse_shared(task.train, task.held_out)

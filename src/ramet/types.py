@@ -27,7 +27,8 @@ class Key:
 
     `TOKENS` [B, L], `MASK` [B, L] (True on real tokens), `RESPONSE` [B, L] (what the policy sampled), `LOG_PROBS`
     [B, L] (of `RESPONSE`, under the distribution it was sampled from), `GROUP`, `MEMBER` and `PROMPT_INDEX` [B].
-    `STOP` [B] holds no tensor: why the policy stopped, the value of a `StopReason` or None.
+    `STOP` and `OUTCOME` [B] hold no tensors: why the policy stopped, the value of a `StopReason` or None; and the
+    `Outcome` of a row that was judged at its end, else None.
     """
 
     TOKENS = "tokens"
@@ -41,6 +42,7 @@ class Key:
     PROMPT_INDEX = "prompt_index"
     REWARD = "reward"
     STOP = "stop_reason"
+    OUTCOME = "outcome"
 
 
 class Kind(enum.IntEnum):

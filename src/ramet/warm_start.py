@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from tensordict import TensorDict
 
 from ramet.config import TrainConfig, WarmStartConfig
+from ramet.envs.chat_calls import Caller, Work
 from ramet.episodes import into_forest, play_episodes, starts_of
 from ramet.errors import ConfigError
 from ramet.evaluation import evaluate
 from ramet.events import WarmStarted, WarmStartStep, Watcher
 from ramet.forest import Forest
 from ramet.learner import checked_step, micro_batches
-from ramet.policies.reference import ReferencePolicy
+from ramet.policies.reference import ReferencePolicy, as_text
 from ramet.prompts import Prompts
 from ramet.prompts.prompts import Row
 from ramet.rollouts import Playing, Turns
 from ramet.scoring import score
 from ramet.tasks import Task
+from ramet.tasks.copies import own
+from ramet.tasks.verdicts import Raised
 from ramet.types import Key, Kind, Sampling, StopReason
 
 if TYPE_CHECKING:
@@ -103,9 +107,7 @@ Teach: TypeAlias = Callable[[TensorDict], Forest]
 
 def _answers_of(task: Task, tokenizer: PreTrainedTokenizerBase, lessons: Prompts) -> Teach:
     """Return a teacher that writes the reference answer behind each prompt."""
-    answer = task.answer
-    assert answer is not None  # `split_rows` has seen to it
-    answers = [_answer_tokens(tokenizer, answer, row) for row in lessons.rows]
+    answers = [_answer_tokens(tokenizer, text) for text in _written(task, lessons.rows)]
 
     def teach(td: TensorDict) -> Forest:
         indices = td[Key.PROMPT_INDEX].tolist()
@@ -145,10 +147,27 @@ def _turns_of(play: Turns, lessons: Prompts) -> Teach:
     return teach
 
 
-def _answer_tokens(
-    tokenizer: PreTrainedTokenizerBase, answer: Callable[[Mapping[str, Any]], str], row: Mapping[str, Any]
-) -> torch.Tensor:
-    ids = list(tokenizer(answer(row), add_special_tokens=False)["input_ids"])
+def _written(task: Task, rows: Sequence[Row]) -> Iterator[str]:
+    """Yield the reference answers of rows; those of an async `answer` are awaited together."""
+    assert task.answer is not None  # `split_rows` has seen to it
+    caller, answer = Caller(), task.answer
+    with contextlib.closing(caller):
+        values = caller(Work(answer, (own(row),)) for row in rows)
+    for number, value in enumerate(values):
+        try:
+            if isinstance(value, Raised):
+                raise value.error
+            yield as_text(value)
+        except (Exception, SystemExit) as error:
+            raise ConfigError(
+                f"a warm start imitates the reference answers of the task {task.name}, and that of the training row "
+                f"{number} failed: {type(error).__name__}: {error}",
+                hint="see with ramet check what is wrong with the task",
+            ) from error
+
+
+def _answer_tokens(tokenizer: PreTrainedTokenizerBase, answer: str) -> torch.Tensor:
+    ids = list(tokenizer(answer, add_special_tokens=False)["input_ids"])
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     return torch.tensor(ids + end, dtype=torch.int64)
 

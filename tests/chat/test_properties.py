@@ -166,7 +166,6 @@ def test_after_each_turn_the_ids_are_those_of_the_templates_own_rendering(family
     except LookupError as error:
         pytest.skip(str(error))
     texts = markers(family)
-    whole_tokens = [*family.special, family.bos, family.eos]
     offered = TOOLS if data.draw(st.booleans(), "tools") else []
     prompt: list[Message] = [{"role": "user", "content": data.draw(texts, "question")}]
     if data.draw(st.booleans(), "system"):
@@ -210,12 +209,22 @@ def test_after_each_turn_the_ids_are_those_of_the_templates_own_rendering(family
             for one, other in zip(view, talk.messages, strict=True)
         )
         assert talk.text == rendered(template, view, offered, tokenize=False)
-        if exact and held(talk) != rendered(template, view, offered, tokenize=True):
-            parting = (
-                talk.verify()
-            )  # said, not hidden: an answer was cut inside a text that is one token of the template's
-            assert parting is not None
-            assert parting.token is not None
-            assert any(
-                template.decode(before).endswith(mark[:cut]) for mark in whole_tokens for cut in range(1, len(mark))
-            )
+        if exact:
+            assert held(talk) == rendered(template, view, offered, tokenize=True)
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_an_answer_that_looks_like_the_beginning_of_a_token_of_the_templates_is_not_taken_for_it(ended: bool) -> None:
+    """The template writes "<|channel|>" where the model has written "<": alike by accident, and no prefix."""
+    (family,) = [one for one in FAMILIES if one.name == "gpt-oss"]
+    try:
+        template = template_of(family, "characters")
+    except LookupError as error:
+        pytest.skip(str(error))
+    talk = Conversation(template, [{"role": "user", "content": "?"}])
+    end = template.tokenizer.convert_tokens_to_ids(family.end)
+    tokens = [*template.encode("<", opening=False), *([end] if ended else [])]
+    talk.answer(tokens, [-1.0] * len(tokens), 0, ended=ended)
+    talk.reply([{"role": "user", "content": "!"}])
+    assert len(talk.forks) == 1
+    assert held(talk) == rendered(template, talk._settled, [], tokenize=True)

@@ -139,6 +139,58 @@ def test_async_functions_and_a_player_are_played_too() -> None:
     assert asyncio.run(inside()).passed
 
 
+async def answer_later(row: Any) -> str:
+    await asyncio.sleep(0)
+    return str(row["answer"])
+
+
+async def wrong_later(row: Any) -> str:
+    return f"={await answer_later(row)}"
+
+
+async def play_later(episode: Episode) -> str:
+    return await answer_later(episode.row)
+
+
+def test_an_async_answer_and_an_async_player_are_awaited() -> None:
+    assert check(replace(sound(), answer=answer_later))["reference"] is True
+    assert failed(replace(sound(), answer=answer_later)) == []
+    assert failed(replace(sound(), answer=None, player=play_later)) == []
+    assert failed(replace(several(), answer=None, player=lambda episode: answer_later(episode.row))) == []
+    assert failed(replace(sound(), answer=wrong_later)) == ["reference"]
+
+
+def test_without_a_reference_nothing_is_proved() -> None:
+    report = check_task(replace(sound(), answer=None), episodes=6)
+    assert (report.passed, report.proved) == (True, False)
+    head = "task sums: passed, but nothing shows that a right answer earns full reward (no reference)\n"
+    assert str(report).startswith(head)
+    assert "\n  skipped  reference: there are no reference answers\n" in str(report)
+    assert check_task(sound(), episodes=6).proved
+    broken = check_task(replace(sound(), answer=None, score=lambda s: 1.0), episodes=6)
+    assert (broken.passed, broken.proved) == (False, False)
+    assert str(broken).startswith("task sums: 1 of 12 checks failed\n")
+
+
+UNREAD = "for its only turn is over: set max_turns, which is 1, to 2 or more"
+
+
+@pytest.mark.parametrize(
+    ("parts", "by"),
+    [({"tools": (add,)}, "a tool"), ({"reply": guess, "begin": begun}, "reply"), ({"reply": lambda e: "no"}, "reply")],
+)
+def test_what_comes_back_after_the_only_turn_is_never_read(parts: dict[str, Any], by: str) -> None:
+    report = check_task(replace(sound(), **parts), episodes=6)
+    assert [(f.name, f.detail) for f in report.findings if f.passed is False] == [
+        ("episodes", f"the model never reads what {by} says, {UNREAD}")
+    ]
+    assert failed(replace(sound(), **{**parts, "max_turns": 2})) == []
+
+
+def test_a_reply_that_ends_each_episode_after_its_only_turn_is_fine() -> None:
+    assert failed(replace(sound(), reply=lambda episode: None)) == []
+
+
 class Counts:
     """A function that gives another answer each time."""
 

@@ -91,6 +91,13 @@ HANGING: list[tuple[str, Callable[[Door], Task], str, str]] = [
     ("begin", lambda door: replace(SOUND, begin=door.waits), "episodes", "begin hung: "),
     ("async begin", lambda door: replace(SOUND, begin=door.waits_async), "episodes", "begin hung: "),
     ("player", lambda door: replace(SOUND, player=door.waits), "episodes", "the player hung: "),
+    ("async player", lambda door: replace(SOUND, player=door.waits_async), "episodes", "the player hung: "),
+    (
+        "async answer",
+        lambda door: replace(SOUND, player=None, answer=door.waits_async),
+        "episodes",
+        "the player hung: ",
+    ),
     ("answer", lambda door: replace(SOUND, player=None, answer=door.waits), "episodes", "the player hung: "),
     ("score", lambda door: replace(SOUND, score=door.waits), "scores", "score hung: "),
     ("async score", lambda door: replace(SOUND, score=door.waits_async), "scores", "score hung: "),

@@ -34,7 +34,13 @@ def kind(row):
 
 
 good = Task("good", ROWS[:8], ROWS[8:], right, answer=answer)
+async def later(row):
+    return row["answer"]
+
+
 wrong = Task("wrong", ROWS[:8], ROWS[8:], right, answer=kind)
+late = Task("late", ROWS[:8], ROWS[8:], right, answer=later)
+mute = Task("mute", ROWS[:8], ROWS[8:], right)
 """
 
 
@@ -54,6 +60,26 @@ def test_a_task_that_is_right_passes(tasks: str) -> None:
     assert (done.exit_code, done.stderr) == (0, "")
     assert done.stdout.startswith("task good: proved\n")
     assert "\n  passed   reference: " in done.stdout
+
+
+def test_an_async_answer_is_awaited(tasks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere = Finding("seed", None, "not looked at, for it takes long")
+    monkeypatch.setattr("ramet.checking.repeating.seeds", lambda build, seed: elsewhere)
+    done = check(f"{tasks}:late", "--episodes", "4", "--json")
+    assert (done.exit_code, done.stderr) == (0, "")
+    found = json.loads(done.stdout)
+    assert (found["passed"], found["proved"]) == (True, True)
+
+
+def test_without_a_reference_it_passes_and_is_not_proved(tasks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere = Finding("seed", None, "not looked at, for it takes long")
+    monkeypatch.setattr("ramet.checking.repeating.seeds", lambda build, seed: elsewhere)
+    done = check(f"{tasks}:mute", "--episodes", "4")
+    assert (done.exit_code, done.stderr) == (0, "")
+    head = "task mute: passed, but nothing shows that a right answer earns full reward (no reference)\n"
+    assert done.stdout.startswith(head)
+    found = json.loads(check(f"{tasks}:mute", "--episodes", "4", "--json").stdout)
+    assert (found["passed"], found["proved"]) == (True, False)
 
 
 def test_a_reference_that_earns_nothing_fails(tasks: str, monkeypatch: pytest.MonkeyPatch) -> None:

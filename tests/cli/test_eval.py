@@ -281,7 +281,8 @@ def test_ctrl_c_keeps_what_was_played(at: Path, monkeypatch: pytest.MonkeyPatch)
     assert len(read(at / "runs" / "e" / "rollouts.jsonl")) == 1
 
 
-def test_a_signal_ends_it_and_keeps_what_was_played(at: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_and_keeps_what_was_played(number: signal.Signals, at: Path) -> None:
     """A real one, in a process of its own, while the last of three episodes hangs."""
     words = ["eval", "mine.py:hanging", "--policy", "reference", "--name", "e"]
     environment = {**os.environ, "PYTHONPATH": str(SRC), "OMP_NUM_THREADS": "1"}
@@ -294,7 +295,7 @@ def test_a_signal_ends_it_and_keeps_what_was_played(at: Path) -> None:
         while not rollouts.is_file() or len(rollouts.read_text(encoding="utf-8").splitlines()) < 2:
             assert process.poll() is None, process.communicate()[1]
             time.sleep(0.02)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         shown, told = process.communicate(timeout=60)
     finally:
         process.kill()
@@ -314,8 +315,8 @@ def test_a_folder_in_which_nothing_was_written_goes(at: Path) -> None:
 def test_a_folder_that_is_there_is_not_written_into(at: Path) -> None:
     assert reference("members").exit_code == 0
     done = reference("members")
-    assert done.exit_code == 1
-    assert done.stderr == "error: the folder runs/e is there already\nhint: give --name, or remove the folder\n"
+    assert done.exit_code == 2
+    assert done.stderr == "error: the folder runs/e is there already\nhint: give another --name, or remove the folder\n"
 
 
 def test_a_folder_without_a_name_is_named_after_the_task(at: Path) -> None:
@@ -323,6 +324,14 @@ def test_a_folder_without_a_name_is_named_after_the_task(at: Path) -> None:
     assert CliRunner().invoke(cli.main, words).exit_code == 0
     [folder] = (at / "other").iterdir()
     assert folder.name.startswith("eval-members-20")
+
+
+def test_two_that_begin_in_one_second_have_folders_of_their_own(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eval_module.time, "strftime", lambda form: "now")
+    for _ in range(3):
+        assert CliRunner().invoke(cli.main, ["eval", "mine.py:members", "--policy", "reference"]).exit_code == 0
+    names = ["eval-members-now", "eval-members-now-2", "eval-members-now-3"]
+    assert sorted(path.name for path in (at / "runs").iterdir()) == names
 
 
 def test_progress_is_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -469,6 +478,62 @@ def test_a_server_that_is_down_says_so_before_anything_is_played(at: Path, url: 
     assert not (at / "runs").exists()
 
 
+class Elsewhere(Served):
+    """No server of models: it lists none, and says of everything else what `status` and `body` are."""
+
+    status, body = 501, "<html>\n" + "<p>no</p>" * 1000
+
+    def do_GET(self) -> None:
+        self._send(404, {})
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self._send(self.status, self.body)
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "hint"),
+    [
+        (501, "<html>\n" + "<p>no</p>" * 1000, "is a server of models there"),
+        (404, {}, "look at url and model"),
+        (401, {"error": {"message": "who are you?"}}, "hint: give --api-key-from VARIABLE"),
+        (200, {"hello": "you"}, "is a server of models there"),
+    ],
+)
+def test_what_can_be_no_server_of_models_is_refused_before_anything_is_played(
+    status: int, body: Any, hint: str, at: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Served, "do_GET", Elsewhere.do_GET)
+    monkeypatch.setattr(Served, "do_POST", Elsewhere.do_POST)
+    monkeypatch.setattr(Served, "status", status, raising=False)
+    monkeypatch.setattr(Served, "body", body, raising=False)
+    done = evaluate("mine.py:members", "--server", url, "--model", "m")
+    assert done.exit_code == 1
+    error, told = done.stderr.splitlines()
+    assert error.startswith("error: this is no server of models")
+    assert len(error) < 600
+    assert hint in told
+    assert not (at / "runs").exists()
+
+
+def test_answers_that_are_all_empty_are_warned_of(at: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(self: Served) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        message = {"role": "assistant", "content": None}
+        self._send(200, {"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]})
+
+    monkeypatch.setattr(Served, "do_POST", nothing)
+    done = evaluate("mine.py:members", "--server", url, "--model", "m")
+    assert "warning: every answer was empty" in done.stderr
+
+
+def test_how_long_a_server_is_waited_for_can_be_set(at: Path, url: str) -> None:
+    sets = ["--set", "server.outage_seconds=0", "--set", "server.retries=0"]
+    assert evaluate("mine.py:members", "--server", url, "--model", "m", *sets).exit_code == 0
+    kept = tomllib.loads((at / "runs" / "e" / "config.toml").read_text(encoding="utf-8"))
+    assert (kept["server"]["outage_seconds"], kept["server"]["retries"]) == (0.0, 0)
+
+
 # ---------------------------------------------------------------- what is refused
 
 
@@ -502,6 +567,16 @@ def test_what_makes_no_sense_is_refused_in_two_lines(at: Path, words: list[str],
     assert error.startswith("error: ")
     assert hint.startswith("hint: ")
     assert not (at / "runs").exists() or not list((at / "runs").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("key", "option"),
+    [("rollout.max_new_tokens", "--max-new-tokens"), ("rollout.temperature", "--temperature"), ("seed", "--seed")],
+)
+def test_a_key_that_is_an_option_here_names_the_option(key: str, option: str, at: Path) -> None:
+    done = evaluate("mine.py:members", "--model", "tiny-llama", "--set", f"{key}=16")
+    assert done.exit_code == 2
+    assert done.stderr.splitlines()[-1] == f"hint: give {option}"
 
 
 @pytest.mark.parametrize("words", [["--k", "1,x"], ["--samples", "0"], ["--temperature", "-1"], ["--policy", "me"]])

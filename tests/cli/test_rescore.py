@@ -27,6 +27,10 @@ def abstains(sample):
 
 def nonsense(sample):
     return "good"
+
+
+def fails(sample):
+    raise KeyError("gone")
 """
 
 
@@ -106,6 +110,16 @@ def test_what_has_no_score_any_more_is_no_mean(folder: Path) -> None:
     done = rescore(folder, "abstains")
     line = " ".join(done.stdout.splitlines()[1].split())
     assert line == "before, greedy 0.500 (0.095 to 0.905) - 2 of 2"
+
+
+def test_where_nothing_has_a_score_it_says_why_and_fails(folder: Path) -> None:
+    for words in ([], ["--json"]):
+        done = rescore(folder, "fails", *words)
+        assert done.exit_code == 1
+        first = done.stderr.splitlines()[0]
+        assert first.startswith("5 without a score: ")
+        assert "KeyError: 'gone'" in first
+    assert len(read(folder / "rollouts-rescored-2.jsonl")) == len(RECORDS)
 
 
 def test_an_older_rescoring_is_not_written_over(folder: Path) -> None:

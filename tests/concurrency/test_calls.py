@@ -23,10 +23,15 @@ def _raise(error: BaseException) -> NoReturn:
 
 @pytest.mark.parametrize(
     ("error", "raised"),
-    [(ValueError("x"), ValueError), (SystemExit(2), SystemExit), (StopIteration("no more"), RuntimeError)],
+    [
+        (ValueError("x"), ValueError),
+        (SystemExit(2), SystemExit),
+        (StopIteration("no more"), RuntimeError),
+        (GeneratorExit(), RuntimeError),
+    ],
 )
 def test_what_a_function_in_a_thread_raises_is_raised(error: BaseException, raised: type[BaseException]) -> None:
-    """A StopIteration too, which no future takes: a coroutine turns it into a RuntimeError."""
+    """A StopIteration too, which no future takes, and a GeneratorExit, which would end the coroutine: RuntimeErrors."""
 
     async def call() -> None:
         with pytest.raises(raised) as found:
@@ -129,7 +134,10 @@ def test_whoever_waits_for_a_job_that_no_thread_will_run_is_told() -> None:
                 done.set_exception(error)
             return done
 
-    for error, said in ((RuntimeError("can't start new thread"), "can't start"), (None, "the threads are closed")):
+    for error, said in (  # noqa: B007 (`Refusing` reads it)
+        (RuntimeError("can't start new thread"), "can't start"),
+        (None, "the threads are closed"),
+    ):
         with pytest.raises(RuntimeError, match=said):
             asyncio.run(asyncio.wait_for(by_threads(Refusing())(lambda: 1), 60))
 

@@ -90,6 +90,24 @@ def test_an_exit_in_a_coroutine_goes_to_the_caller_and_ends_no_loop(error: BaseE
         assert loop.run(lambda here: asyncio.sleep(0, 1)) == 1
 
 
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
+def test_an_exit_in_a_task_that_a_coroutine_has_started_goes_to_whoever_awaits_it(error: BaseException) -> None:
+    """The loop itself hears of it as well, and goes on: others run there."""
+
+    async def leave() -> None:
+        raise error
+
+    async def work(here: Here) -> None:
+        other.append(asyncio.ensure_future(asyncio.sleep(0.01, "done")))
+        await asyncio.gather(leave(), asyncio.sleep(0))
+
+    other: list[asyncio.Future[str]] = []
+    with EventLoop() as loop:
+        with pytest.raises(type(error)):
+            loop.run(work)
+        assert loop.run(lambda here: asyncio.wait_for(other[0], 60)) == "done"
+
+
 def test_a_loop_that_waits_for_itself_is_refused() -> None:
     with EventLoop() as loop:
 

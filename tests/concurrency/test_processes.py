@@ -46,7 +46,7 @@ def test_a_script_without_a_guard_is_not_run_again_and_nothing_is_imported_in_va
 
 
 ENDING = """
-import asyncio, sys, threading, time
+import asyncio, contextlib, sys, threading, time
 from pathlib import Path
 from ramet.concurrency import Processes
 path = sys.argv[1]
@@ -60,7 +60,8 @@ def score_of(path):
     return score
 processes = Processes(score_of(path), 1)
 async def main():
-    await processes.call(processes.pickled(None))
+    with contextlib.suppress(RuntimeError):  # that the process was ended, where there is time to say so
+        await processes.call(processes.pickled(None))
 threading.Thread(target=lambda: asyncio.run(main()), daemon=True).start()
 while not Path(path).exists():
     time.sleep(0.005)

@@ -14,9 +14,10 @@ from tests.envs.test_chat_task import ROWS, begun, on, right, step, task_of
 
 from ramet.envs.chat import ChatEnv
 from ramet.envs.chat_calls import Caller, Work
+from ramet.errors import RewardError
 from ramet.ragged import rows
 from ramet.tasks import Task
-from ramet.tasks.replies import WrongReply
+from ramet.tasks.replies import CHARACTERS, WrongReply
 from ramet.tasks.verdicts import Raised
 from ramet.types import Episode, OutcomeKind, Sample
 
@@ -268,15 +269,82 @@ def test_states_of_functions_in_threads_are_closed_once() -> None:
     assert closed == ["1+1?"]
 
 
-def test_an_exit_in_a_function_ends_the_program() -> None:
-    def reply(episode: Episode) -> str:
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("limit", [None, 20.0])
+def test_an_exit_in_a_function_ends_all_and_names_it(limit: float | None, asynchronous: bool) -> None:
+    def leave(*_: Any) -> Any:
         raise SystemExit(3)
 
-    for limit in (None, 20.0):
-        env, td = begun("history", task_of(reply), reply_seconds=limit)
-        with pytest.raises(SystemExit):
-            step(env, td, "history", "a", "b")
+    async def leave_too(*_: Any) -> Any:
+        leave()
+
+    own = leave_too if asynchronous else leave
+    env, td = begun("history", task_of(own), reply_seconds=limit)
+    with pytest.raises(WrongReply, match=r"^reply .*leave(_too)? called sys.exit\(3\)"):
+        step(env, td, "history", "a", "b")
+    env.close()
+    with pytest.raises(WrongReply, match=r"^begin .*leave(_too)? called sys.exit\(3\)"):
+        begun("history", task_of(begin=own), reply_seconds=limit)
+    env, td = begun("history", task_of(None, score=own), reply_seconds=limit)
+    with pytest.raises(RewardError, match=r"^reward .*leave(_too)? called sys.exit\(3\)"):
+        step(env, td, "history", "a", "b")
+    env.close()
+
+
+@pytest.mark.parametrize("error", [GeneratorExit, asyncio.CancelledError])
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("limit", [None, 20.0])
+def test_what_looks_like_an_end_of_a_coroutine_costs_its_own_row(
+    limit: float | None, asynchronous: bool, error: type[BaseException]
+) -> None:
+    def end(*_: Any) -> Any:
+        raise error
+
+    async def end_too(*_: Any) -> Any:
+        await asyncio.sleep(0)
+        raise error
+
+    own = end_too if asynchronous else end
+    for of in (task_of(own), task_of(begin=own), task_of(None, score=own)):
+        env, td = begun("history", of, reply_seconds=limit)
+        found = step(env, td, "history", "a", "b")
+        assert [one.kind for one in rows(found, "outcome")] == [OutcomeKind.ERROR] * 2
+        assert all(error.__name__ in one.reason for one in rows(found, "outcome"))
         env.close()
+
+
+def test_what_functions_change_in_a_row_lasts_for_their_call_alone() -> None:
+    found: list[int] = []
+
+    def count(row: Any) -> None:
+        row["x"] = row.get("x", 0) + 1
+        found.append(row["x"])
+
+    def reply(episode: Episode) -> str | None:
+        count(episode.row)
+        return "?" if episode.turns < 2 else None
+
+    def score(sample: Sample) -> float:
+        count(sample.row)
+        return 1.0
+
+    of = task_of(reply, begin=lambda row, rng: count(row), score=score)
+    before = [dict(row) for row in of.train]
+    for _ in range(2):
+        env, td = begun("history", of)
+        step(env, step(env, td, "history", "a", "b"), "history", "a", "b")
+        env.close()
+    assert found == [1] * 16
+    assert list(of.train) == before
+
+
+def test_a_reply_that_fits_nowhere_costs_its_own_row() -> None:
+    env, td = begun("history", task_of(lambda episode: "x" * (CHARACTERS + (episode.text == "long"))))
+    found = step(env, td, "history", "long", "short")
+    outcome, none = rows(found, "outcome")
+    assert outcome.reason.endswith(": expected at most 1000000 characters: found 1000001")
+    assert (outcome.kind, none) == (OutcomeKind.ERROR, None)
+    assert found["truncated"].flatten().tolist() == [True, False]
 
 
 def test_a_caller_returns_what_was_raised_and_calls_again_after_it_was_closed() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -13,9 +14,12 @@ from tests.envs.test_chat_task import TALKS, begun, hint, on, task_of
 
 from ramet.chat import PlainTemplate
 from ramet.envs.chat import ChatEnv
+from ramet.forest import Forest
 from ramet.policies.policy import Actor
 from ramet.policies.scripted import ScriptedPolicy
 from ramet.ragged import rows
+from ramet.rollouts import collect
+from ramet.tasks import Task
 from ramet.types import Episode, Key, OutcomeKind, Sample, Sampling, StopReason
 
 # ---------------------------------------------------------------- why the policy stopped
@@ -57,6 +61,70 @@ def test_an_actor_says_which_turns_a_limit_cut() -> None:
     state = env.step(actor(td))["next"]
     assert state["truncated"].tolist() == [[False], [True]]
     env.close()
+
+
+def judged() -> ChatEnv:
+    """Four rows, of which the first abstains, the second raises and the third is late."""
+    late = threading.Event()
+
+    def score(sample: Sample) -> float | None:
+        number = int(str(sample.row["prompt"][0]["content"]))
+        if number == 1:
+            raise ValueError("boom")
+        if number == 2:
+            late.wait(30)
+        return None if number == 0 else 0.5
+
+    data = [{"prompt": [user(str(number))]} for number in range(4)]
+    task = Task("judged", data, [], score, reply=lambda _: None, max_turns=2)
+    return ChatEnv(
+        input_mode="tokens", tokenizer=TOKENIZER, task=task,
+        observation_key=Key.TOKENS, action_key=Key.RESPONSE, score_seconds=0.5,
+    )  # fmt: skip
+
+
+def test_a_forest_has_the_outcomes_of_the_rows_and_none_of_them_is_a_score_of_zero() -> None:
+    columns = {name: torch.arange(4) for name in ("prompt_index", "group_id", "repeat_index")}
+    policy, sampling = ScriptedPolicy(lambda _: ids("5"), eos_token_id=ids("5")[-1]), Sampling(max_new_tokens=3)
+    expected = [OutcomeKind.ABSTAINED, OutcomeKind.ERROR, OutcomeKind.TIMED_OUT, OutcomeKind.SCORED]
+    env = judged()
+    rollout = env.rollout(
+        2, Actor(policy, sampling), auto_reset=False, tensordict=env.reset(TensorDict(columns.copy(), [4]))
+    )
+    forest = Forest()
+    forest.extend(rollout)
+    assert [one.outcome.kind for one in forest.rollouts if one.outcome] == expected
+    assert [one.total for one in forest.rollouts] == [None, None, None, 0.5]
+    assert forest.values[forest.rollouts[3].end] == 0.5
+    assert bool(forest.values[forest.rollouts[1].end].isnan())
+    collected = collect(env, policy, TensorDict(columns.copy(), [4]), sampling=sampling, seed=0, max_turns=2)
+    assert [one.outcome.kind for one in collected.rollouts if one.outcome] == expected
+    env.close()
+
+
+def test_other_keys_are_told_of() -> None:
+    env = ChatEnv(input_mode="tokens", tokenizer=TOKENIZER, task=task_of(data=TALKS))
+    td = TensorDict({name: torch.arange(1) for name in ("prompt_index", "group_id", "repeat_index")}, [1])
+    policy = ScriptedPolicy(lambda _: ids("5"))
+    with pytest.raises(KeyError, match=r"collect reads 'tokens' and writes 'tokens_response': .* observation_key"):
+        collect(env, policy, td, sampling=Sampling(3), seed=0)
+    with pytest.raises(KeyError, match=r"an Actor reads 'tokens' .* observation_key"):
+        Actor(policy, Sampling(3))(TensorDict({"text": torch.zeros(1)}, [1]))
+    env.close()
+
+
+def test_an_environment_with_a_loader_is_closed_like_the_one_inside() -> None:
+    closed: list[str] = []
+
+    class State:
+        def close(self) -> None:
+            closed.append("state")
+
+    task = task_of(data=TALKS, begin=lambda row, rng: State())
+    env = ChatEnv.from_dataloader(TALKS, task=task, data_key="prompt", batch_size=2)
+    env.reset()
+    env.close()
+    assert closed == ["state", "state"]
 
 
 def added(before: Any, text: str, mode: str) -> Any:

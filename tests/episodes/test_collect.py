@@ -15,13 +15,14 @@ import torch
 from tests.episodes.stage import CALL, CHAT, CHAT_TOKENIZER, EOS, PLAIN, TOKENIZER, ids, saying, task
 
 from ramet.episodes import EventLoop, Played, Rules, Start, WrongReply, collect_episodes, play_episodes, starts_of
-from ramet.errors import ModelError
+from ramet.errors import ModelError, RewardError
 from ramet.forest import Forest
 from ramet.policies.policy import Policy
 from ramet.policies.scripted import ScriptedPolicy
 from ramet.prompts import Prompts
 from ramet.tasks.judge import Judge
-from ramet.types import Completion, Episode, Request, Sample, Sampling, StopReason
+from ramet.tasks.replies import CHARACTERS
+from ramet.types import Completion, Episode, OutcomeKind, Request, Sample, Sampling, StopReason
 
 RULES = Rules(Sampling(8), seed=0)
 
@@ -246,15 +247,90 @@ def test_what_the_policy_raises_is_raised_where_it_runs(error: BaseException) ->
         assert len(play_episodes(task(), _echo(), begun, template=PLAIN, rules=RULES, loop=loop)) == 3
 
 
-@pytest.mark.parametrize("where", ["reply", "score"])
-def test_an_exit_in_a_function_ends_all(where: str) -> None:
-    def leave(_: Any) -> Any:
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(("where", "what"), [("begin", "begin"), ("reply", "reply"), ("score", "reward")])
+def test_an_exit_in_a_function_ends_all_and_names_it(where: str, what: str, asynchronous: bool) -> None:
+    def leave(*_: Any) -> Any:
         raise SystemExit(3)
 
-    of = task(**{where: leave})
+    async def leave_too(*_: Any) -> Any:
+        leave()
+
+    of = task(**{where: leave_too if asynchronous else leave})
     begun = [Start({"prompt": "a"}, g) for g in range(3)]
-    with pytest.raises(SystemExit):
+    error = RewardError if where == "score" else WrongReply
+    with pytest.raises(error, match=rf"^{what} .*\.leave(_too)? called sys.exit\(3\)"):
         play_episodes(of, _echo(), begun, template=PLAIN, rules=RULES, judge=Judge(of.score))
+
+
+@pytest.mark.parametrize("error", [GeneratorExit, asyncio.CancelledError])
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("where", ["begin", "reply", "score"])
+def test_what_looks_like_an_end_of_a_coroutine_costs_its_own_episode(
+    where: str, asynchronous: bool, error: type[BaseException]
+) -> None:
+    def end(*_: Any) -> Any:
+        raise error
+
+    async def end_too(*_: Any) -> Any:
+        await asyncio.sleep(0)
+        raise error
+
+    of = task(**{where: end_too if asynchronous else end})
+    begun = [Start({"prompt": "a"}, g) for g in range(3)]
+    for played in play_episodes(of, _echo(), begun, template=PLAIN, rules=RULES, judge=Judge(of.score)):
+        assert played.outcome is not None
+        assert played.outcome.kind is OutcomeKind.ERROR
+        assert error.__name__ in played.outcome.reason
+
+
+def test_what_functions_change_in_a_row_lasts_for_their_call_alone() -> None:
+    """Over 2 steps of 2 members: each call finds the row as it was dealt, and so do the log and the next step."""
+    found: list[tuple[str, int]] = []
+
+    def count(where: str, row: Any) -> None:
+        row["deep"]["x"] += 1
+        found.append((where, row["deep"]["x"]))
+
+    def begin(row: Any, rng: Any) -> None:
+        count("begin", row)
+
+    async def reply(episode: Episode) -> str | None:
+        count("reply", episode.row)
+        episode.messages[0]["content"] += "!"
+        return "?" if episode.turns < 2 else None
+
+    def score(sample: Sample) -> float:
+        count("score", sample.row)
+        return float(sample.row["deep"]["x"])
+
+    rows = [{"prompt": [{"role": "user", "content": "a"}], "deep": {"x": 0}}]
+    of = task(begin=begin, reply=reply, score=score, max_turns=3)
+    prompts = Prompts(rows, CHAT_TOKENIZER)
+    for step in range(2):
+        starts = starts_of(prompts.batch(step * 2, 1, group_size=2), prompts.rows)
+        for played in play_episodes(of, _echo(), starts, template=CHAT, rules=RULES, judge=Judge(of.score)):
+            assert played.outcome is not None
+            assert played.outcome.score == 1.0
+            assert played.sample.row["deep"] == {"x": 0}
+    assert sorted(found) == [("begin", 1)] * 4 + [("reply", 1)] * 8 + [("score", 1)] * 4
+    assert prompts.rows == [{"prompt": [{"role": "user", "content": "a"}], "deep": {"x": 0}}]
+
+
+def test_a_reply_that_fits_nowhere_costs_its_own_episode_and_is_not_tokenised() -> None:
+    def reply(episode: Episode) -> str | None:
+        return "x" * (CHARACTERS + 1) if episode.row["long"] else None
+
+    of = task(reply=reply)
+    begun = [Start({"prompt": "a", "long": long}, g) for g, long in enumerate([True, False])]
+    first, second = play_episodes(of, _echo(), begun, template=PLAIN, rules=RULES, judge=Judge(of.score))
+    assert first.outcome is not None
+    assert first.outcome.kind is OutcomeKind.ERROR
+    assert first.outcome.reason.startswith("reply: DataError: reply ")
+    assert first.outcome.reason.endswith(": expected at most 1000000 characters: found 1000001")
+    assert sum(len(piece.tokens) for piece in first.pieces) < 10
+    assert second.outcome is not None
+    assert second.outcome.kind is OutcomeKind.SCORED
 
 
 def test_a_mistake_in_the_program_ends_all_with_its_own_error() -> None:

@@ -12,7 +12,7 @@ import pytest
 from tests.episodes import clock
 from tests.episodes.stage import PLAIN, saying, task
 
-from ramet.concurrency import Calls
+from ramet.concurrency import Calls, Threads, by_threads
 from ramet.episodes import Rules, Start, play
 from ramet.episodes.keeper import Keeper
 from ramet.types import Completion, Request, Sampling, StopReason
@@ -65,6 +65,26 @@ def test_what_can_not_be_closed_any_more_is_logged(kind: str, caplog: pytest.Log
     with caplog.at_level(logging.WARNING):
         keeper.keep(Stuck() if kind == "stuck" else Async())
     assert "could not be closed" in caplog.text
+
+
+@pytest.mark.parametrize("error", [OSError("stuck"), SystemExit(0), GeneratorExit(), asyncio.CancelledError()])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_close_that_raises_is_logged_and_ends_nothing(
+    error: BaseException, asynchronous: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Stuck(World):
+        def close(self) -> None:
+            raise error
+
+    class StuckLater(World):
+        async def close(self) -> None:  # type: ignore[override]
+            raise error
+
+    keeper = Keeper()
+    keeper.keep(StuckLater() if asynchronous else Stuck())
+    with caplog.at_level(logging.WARNING), Threads(1) as threads:
+        asyncio.run(keeper.close(Calls(by_threads(threads))))
+    assert type(error).__name__ in caplog.text
 
 
 def test_a_close_that_hangs_is_given_up(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -219,3 +220,26 @@ def test_a_chat_template_that_is_none_is_refused(content: bytes | None, tmp_path
 def test_a_tokenizer_that_is_not_there_is_a_clear_error(name: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="can not load a tokenizer from"):
         load_tokenizer(str(tmp_path / name) if name else name)
+
+
+def test_a_chat_template_that_is_no_jinja_names_file_and_line(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "mine.jinja"
+    path.write_text("{% for m in messages %}\n{{ m.content }\n{% endfor %}", encoding="utf-8")
+    for load in (load_model, load_tokenizer):
+        with pytest.raises(ConfigError, match=r"model\.chat_template: .*mine\.jinja, line 2 is no Jinja: "):
+            load(str(folder), chat_template=path)
+
+
+def test_a_chat_template_may_refuse_messages_that_nobody_asks_for(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "mine.jinja"
+    path.write_text("{{ raise_exception('tools first') }}", encoding="utf-8")
+    assert load_tokenizer(str(folder), chat_template=path).chat_template == path.read_text(encoding="utf-8")
+
+
+def test_weights_that_were_cut_short_are_a_clear_error(folder: Path, tmp_path: Path) -> None:
+    torn = tmp_path / "torn"
+    shutil.copytree(folder, torn)
+    weights = torn / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-10])
+    with pytest.raises(ModelError, match="can not load the folder"):
+        load_model(str(torn))

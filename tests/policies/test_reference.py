@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import inspect
 import random
+import threading
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 
+from ramet.chat import PlainTemplate
+from ramet.episodes import Played, Rules, Start, play_episodes
 from ramet.errors import ConfigError, ModelError
+from ramet.policies.person import script_tokenizer
 from ramet.policies.reference import ReferencePolicy
+from ramet.tasks import Judge
 from ramet.tasks.task import Task
 from ramet.types import Draw, Episode, Message, Request, Sample, Sampling
+
+ROWS = [{"prompt": f"{number}?", "answer": str(number)} for number in range(3)]
 
 
 def nothing(sample: Sample) -> float:
@@ -34,7 +42,8 @@ def says(policy: ReferencePolicy, asked: Request) -> str | None:
 def begin_with(policy: ReferencePolicy, row: Mapping[str, Any], rng: random.Random) -> Any:
     """Begin an episode as whoever plays `policy.task` does."""
     begin: Any = policy.task.begin
-    return asyncio.run(begin(row, rng))
+    state = begin(row, rng)
+    return asyncio.run(state) if inspect.iscoroutine(state) else state
 
 
 def test_one_turn_is_the_answer_of_the_row() -> None:
@@ -107,3 +116,132 @@ def test_a_reference_that_raises_names_the_task_the_row_and_the_turn() -> None:
     policy.row_of(task.train[0], group=3, member=0)
     with pytest.raises(ModelError, match="of the task t failed at turn 2 of row 3: LookupError: no such word"):
         says(policy, request(3, 0, turn=1))
+
+
+async def later(text: Any) -> Any:
+    await asyncio.sleep(0)
+    return text
+
+
+async def answer_later(row: Mapping[str, Any]) -> Any:
+    return await later(row["answer"])
+
+
+async def play_later(episode: Episode) -> Any:
+    return await later(episode.row["answer"])
+
+
+class Called:
+    """What is called like a function, and is async."""
+
+    async def __call__(self, episode: Episode) -> Any:
+        return await play_later(episode)
+
+
+ASYNC: list[dict[str, Any]] = [
+    {"answer": answer_later},
+    {"player": play_later},
+    {"player": Called()},
+    {"player": lambda episode: later(episode.row["answer"])},
+]
+
+
+@pytest.mark.parametrize("parts", ASYNC)
+def test_what_is_async_is_awaited(parts: dict[str, Any]) -> None:
+    policy = ReferencePolicy(Task("t", ROWS, [], nothing, **parts))
+    for group, row in enumerate(ROWS):
+        policy.row_of(row, group=group, member=0)
+    assert [answer.text for answer in policy.complete([request(2, 0), request(0, 0)])] == ["2", "0"]
+
+
+def play(task: Task, **limits: Any) -> list[Played]:
+    """Play an episode for each row, as an evaluation of the reference does."""
+    policy = ReferencePolicy(task, script_tokenizer())
+    starts = [Start(policy.row_of(row, group=group, member=0), group) for group, row in enumerate(task.train)]
+    rules = Rules(Sampling(99), seed=0, **limits)
+    return play_episodes(
+        policy.task, policy, starts, template=PlainTemplate(policy.tokenizer), rules=rules, judge=Judge(task.score)
+    )
+
+
+def test_an_async_player_runs_in_the_loop_of_its_episode() -> None:
+    """So what `begin` opened there, such as a client, may be used by the player too."""
+    loops: list[Any] = []
+
+    async def begin(row: Mapping[str, Any], rng: random.Random) -> None:
+        loops.append(asyncio.get_running_loop())
+
+    async def player(episode: Episode) -> str:
+        loops.append(asyncio.get_running_loop())
+        return await play_later(episode)
+
+    task = Task("t", ROWS, [], lambda s: float(s.completion == s.row["answer"]), begin=begin, player=player)
+    outcomes = [played.outcome for played in play(task)]
+    assert [outcome and outcome.score for outcome in outcomes] == [1.0] * 3
+    assert len(loops) == 6
+    assert len(set(map(id, loops))) == 1
+
+
+@pytest.mark.parametrize("part", ["begin", "player"])
+def test_what_hangs_holds_up_its_own_episode_alone(part: str) -> None:
+    """The others are over before it is let go on; a sync function hangs in a thread."""
+    door = threading.Event()
+
+    def waits(row: Mapping[str, Any]) -> str:
+        if row is not None and row["answer"] == "1":
+            assert door.wait(60)
+        return str(row["answer"])
+
+    def begin(row: Mapping[str, Any], rng: random.Random) -> None:
+        if part == "begin":
+            waits(row)
+
+    def player(episode: Episode) -> str:
+        return waits(episode.row) if part == "player" else str(episode.row["answer"])
+
+    scored: list[str] = []
+
+    def score(sample: Sample) -> float:
+        scored.append(sample.completion)
+        if len(scored) == 2:
+            door.set()
+        return 1.0
+
+    played = play(Task("t", ROWS, [], score, begin=begin, player=player))
+    assert sorted(scored[:2]) == ["0", "2"]
+    assert [one.sample.completion for one in played] == ["0", "1", "2"]
+
+
+def test_a_reference_that_calls_exit_fails_as_any_other() -> None:
+    def player(episode: Episode) -> str:
+        raise SystemExit(3)
+
+    policy = ReferencePolicy(Task("t", ROWS, [], nothing, player=player))
+    policy.row_of(ROWS[0], group=0, member=0)
+    with pytest.raises(ModelError, match="failed at turn 1 of row 0: SystemExit: 3"):
+        says(policy, request(0, 0))
+
+
+@pytest.mark.parametrize("value", [None, 7, b"7"])
+@pytest.mark.parametrize("made", [lambda value: value, later])
+def test_what_is_no_text_is_an_error(value: Any, made: Any) -> None:
+    policy = ReferencePolicy(Task("t", ROWS, [], nothing, answer=lambda row: made(value)))
+    policy.row_of(ROWS[0], group=0, member=0)
+    with pytest.raises(
+        ModelError, match=f"failed at turn 1 of row 0: TypeError: expected text: found {type(value).__name__}"
+    ):
+        says(policy, request(0, 0))
+
+
+def test_a_reference_that_fails_costs_its_own_episode() -> None:
+    task = Task("t", ROWS, [], lambda sample: 1.0, player=lambda episode: str(1 // int(episode.row["answer"])))
+    failed, *others = [played.outcome for played in play(task)]
+    assert failed is not None
+    assert (
+        failed.score,
+        "the reference of the task t failed at turn 1 of row 0: ZeroDivisionError" in failed.reason,
+    ) == (
+        None,
+        True,
+    )
+    assert [outcome and outcome.score for outcome in others] == [1.0, 1.0]

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import importlib
+import itertools
+import logging
 import random
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +20,8 @@ from ramet.types import Sample, StopReason
 
 pytest.importorskip("reasoning_gym")
 
+gym = importlib.import_module("ramet.tasks.gym")  # the module: the package's name is its function
+GOLDEN = ["ca21dc2b9945d0b0", "ade993153d5a4275"]
 SMALL = {"train_size": 30, "held_out_size": 12}
 SUMS: dict[str, Any] = {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2}
 
@@ -137,6 +144,15 @@ def test_partial_credit_counts_only_if_asked_for() -> None:
     assert score(partial, row, row["answer"]) == 1.0
 
 
+def test_an_answer_that_is_very_nearly_right_is_wrong() -> None:
+    options = {"train_size": 2, "held_out_size": 1, "grid_size_x": 20, "grid_size_y": 20}
+    exact, partial = build("game_of_life", **options), build("game_of_life", **options, exact=False)
+    row = exact.train[0]
+    near = row["answer"].removesuffix("]]")[:-1] + str(1 - int(row["answer"].removesuffix("]]")[-1])) + "]]"
+    assert score(partial, row, near) == 399 / 400  # one cell of 400 is another
+    assert (score(exact, row, near), score(exact, row, row["answer"])) == (0.0, 1.0)
+
+
 def test_a_completion_that_the_scorer_can_not_read_is_wrong() -> None:
     task = build("prime_factorization", train_size=3, held_out_size=1)
     assert score(task, task.train[0], "two times three") == 0.0
@@ -148,6 +164,124 @@ def test_chance_is_the_share_of_the_most_frequent_answer() -> None:
     assert task.chance == max(answers.count(answer) for answer in answers) / 40
     constant = max(answers, key=answers.count)
     assert sum(score(task, row, constant) or 0.0 for row in task.held_out) / 40 == task.chance
+
+
+def test_the_rows_of_the_shipped_recipe_stay_the_same_ones() -> None:
+    recipe = {**SUMS, "min_digits": 1, "examples": 0, "template": "{question}\nFinal answer: {answer}"}
+    found = []
+    for seed in (0, 1):
+        task = build_task("reasoning-gym:chain_sum", recipe, seed=seed)
+        assert (len(task.train), len(task.held_out)) == (2000, 200)
+        rows = "\n".join(row["prompt"] + row["answer"] for row in [*task.held_out, *task.train])
+        found.append(hashlib.blake2b(rows.encode(), digest_size=8).hexdigest())
+    assert found == GOLDEN
+
+
+def test_where_problems_are_few_the_default_rows_are_what_there_is(caplog: pytest.LogCaptureFixture) -> None:
+    task, other, fewer = (
+        build_task("reasoning-gym:coin_flip", options, seed=seed)
+        for options, seed in (({}, 0), ({}, 1), ({"train_size": 20}, 0))
+    )
+    assert f"16000 draws gave {len(task.train)} distinct problems to train on, fewer than" in caplog.text
+    assert len(caplog.records) == 2  # none of the one that asks for 20
+    assert (len(task.held_out), len(fewer.train)) == (40, 20)
+    assert 150 < len(task.train) < 2000
+    both = questions([*task.train, *task.held_out])
+    assert len(set(both)) == len(both)
+    assert task.held_out == other.held_out == fewer.held_out
+    assert fewer.train == task.train[:20]
+    with pytest.raises(ConfigError, match=r"coin_flip: 16000 draws gave \d+ distinct problems .* 2000 are wanted"):
+        build_task("reasoning-gym:coin_flip", {"train_size": 2000})
+
+
+def test_of_very_few_problems_each_is_an_example_held_out_or_trained_on() -> None:
+    task = build_task("reasoning-gym:chain_sum", {"min_terms": 1, "max_terms": 1, "min_digits": 1, "max_digits": 1})
+    asked = {f"State the final answer to the following arithmetic problem: {digit} =" for digit in range(10)}
+    shown = {line.removeprefix("Q: ") for line in task.train[0]["prompt"].split("\n")[:4:2]}
+    assert shown | set(questions([*task.train, *task.held_out])) == asked
+    assert (len(shown), len(task.held_out), len(task.train)) == (2, 1, 7)
+    with pytest.raises(ConfigError, match=r"no distinct problem to train on(.|\n)*examples or held_out_size"):
+        build_task(
+            "reasoning-gym:chain_sum",
+            {"min_terms": 1, "max_terms": 1, "min_digits": 1, "max_digits": 1, "examples": 2, "held_out_size": 8},
+        )
+
+
+def test_slow_datasets_have_fewer_rows_by_default() -> None:
+    task = build_task("reasoning-gym:simple_integration")
+    assert (len(task.train), len(task.held_out)) == (200, 50)
+    assert set(gym.FEWER) | set(gym.HASHED) <= set(importlib.import_module("reasoning_gym.factory").DATASETS)
+    more = build_task("reasoning-gym:simple_integration", {"train_size": 210})
+    assert (len(more.train), len(more.held_out)) == (210, 50)
+
+
+def test_what_lasts_longer_than_two_seconds_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    seconds = itertools.count()
+    monkeypatch.setattr(gym, "time", SimpleNamespace(monotonic=lambda: next(seconds)))  # a second for each draw
+    build("number_sorting")
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [
+        f"reasoning-gym:number_sorting: making its rows takes long: {found}, {passed} s so far"
+        for passed, found in (
+            (2, "2 of 2 distinct problems (examples) in 2 draws"),
+            (12, "10 of 12 distinct problems (held out) in 10 draws"),
+            (22, "8 of 30 distinct problems (train 0) in 8 draws"),
+            (32, "18 of 30 distinct problems (train 0) in 18 draws"),
+            (42, "28 of 30 distinct problems (train 0) in 28 draws"),
+        )
+    ]
+
+
+def test_a_draw_that_the_dataset_gives_up_is_passed_over() -> None:
+    task = build_task("reasoning-gym:maze")  # "Could not find suitable path cell after 1000 attempts"
+    assert (len(task.train), len(task.held_out)) == (2000, 200)
+
+
+def test_where_all_draws_fail_the_error_says_how(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing:
+        def __getitem__(self, number: int) -> Any:
+            raise RuntimeError(f"no problem {number}")
+
+    monkeypatch.setattr(gym, "_maker", lambda dataset, options: lambda seed, size: Failing())
+    with pytest.raises(ConfigError, match="240 draws, the last that failed with RuntimeError: no problem 239, gave 0"):
+        build(examples=0, held_out_size=0)
+    with pytest.raises(ConfigError, match="RuntimeError: no problem 15999, gave no distinct problem to train on"):
+        build_task("reasoning-gym:chain_sum")
+
+
+def test_what_a_dataset_prints_is_kept_from_the_output(capsys: pytest.CaptureFixture[str]) -> None:
+    build("bf", train_size=3, held_out_size=2)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(("hashing", "lines"), [(None, 1), ("random", 1), ("0", 0)])
+def test_rows_that_follow_the_hashes_of_strings_are_told(
+    hashing: str | None, lines: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    if hashing is not None:
+        monkeypatch.setenv("PYTHONHASHSEED", hashing)
+    build("ransom_note")
+    build("chain_sum")
+    assert [record.levelno for record in caplog.records] == [logging.WARNING] * lines
+    assert caplog.text.count("set PYTHONHASHSEED=0") == lines
+
+
+@pytest.mark.parametrize(
+    "parts", [["gcd", "spell_backward"], [{"name": "gcd", "config": {"max_numbers": 2}}, {"name": "spell_backward"}]]
+)
+def test_a_composite_is_made_of_names_or_mappings(parts: list[Any]) -> None:
+    task = build("composite", datasets=parts, examples=0)
+    sources = [row["entry"]["metadata"]["source_dataset"] for row in task.train]
+    assert set(sources) == {"gcd", "spell_backward"}
+    assert task.answer is not None
+    for row in [*task.train, *task.held_out]:
+        assert score(task, row, task.answer(row)) == 1.0
+        assert score(task, row, "no idea") == 0.0
+    heavy = build("composite", datasets=["gcd", {"name": "spell_backward", "weight": 1e9}])
+    assert {row["entry"]["metadata"]["source_dataset"] for row in heavy.train} == {"spell_backward"}
 
 
 def numpy_state() -> bytes:
@@ -169,6 +303,7 @@ def test_a_dataset_without_reference_answers_has_no_examples() -> None:
     task = build("rush_hour", examples=0, train_size=3, held_out_size=2)
     assert task.answer is None
     assert task.chance is None
+    assert build("rush_hour", train_size=3, held_out_size=2).train == task.train
     with pytest.raises(ConfigError, match=r"no reference answers(.|\n)*examples = 0"):
         build("rush_hour", examples=1)
 
@@ -183,7 +318,19 @@ def test_a_dataset_without_reference_answers_has_no_examples() -> None:
         ("chain_sum", {"size": 2}, ['"size"']),
         ("chain_sum", {"min_terms": 0}, ["chain_sum", "min_terms must be positive"]),
         ("chain_sum", {"min_terms": "x"}, ["chain_sum", "TypeError"]),
-        ("composite", {}, ["composite", "at least one dataset"]),
+        ("composite", {}, ["composite", "at least one dataset", "nothing", 'datasets = ["chain_sum", "gcd"]']),
+        ("composite", {"datasets": []}, ["at least one dataset", "nothing"]),
+        ("composite", {"datasets": "gcd"}, ["at least one dataset", "'gcd'"]),
+        ("composite", {"datasets": ["gdc"]}, ['"gdc"', 'did you mean "gcd"?']),
+        ("composite", {"datasets": ["gcd", "gcd"]}, ["Duplicate"]),
+        ("composite", {"datasets": [3]}, ["datasets[0]", "expected a name, found 3"]),
+        ("composite", {"datasets": [{"name": 3}]}, ['no dataset "3"']),
+        ("composite", {"datasets": [{"weight": 3}]}, ["datasets[0]", "expected a name"]),
+        ("composite", {"datasets": [{"name": "gcd", "size": 3}]}, ["datasets[0]", "expected a name"]),
+        ("composite", {"datasets": ["gcd", {"name": "lcm", "weight": 0}]}, ["datasets[1]", "weight above 0, found 0"]),
+        ("composite", {"datasets": [{"name": "gcd", "config": 3}]}, ["datasets[0]", "config, found 3"]),
+        ("composite", {"datasets": [{"name": "gcd", "config": {"seed": 3}}]}, ["reasoning-gym:gcd", '"seed"']),
+        ("composite", {"datasets": ["composite"]}, ["datasets[0]", "composite itself"]),
         ("chain_sum", {"form": "prose"}, ["form", "text, chat", "'prose'"]),
         ("chain_sum", {"form": "chat", "template": "{question}{answer}"}, ["template", '"text" only']),
         ("chain_sum", {"system": "hello"}, ["system", '"chat" only']),

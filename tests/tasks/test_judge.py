@@ -8,6 +8,7 @@ import fractions
 import gc
 import json
 import math
+import re
 import signal
 import subprocess
 import sys
@@ -23,8 +24,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ramet.errors import RewardError
-from ramet.tasks import Judge
+from ramet.tasks import Judge, weighted
 from ramet.tasks.task import Reopening
+from ramet.tasks.verdicts import name_of
 from ramet.types import Outcome, OutcomeKind, Sample, StopReason
 
 
@@ -351,9 +353,12 @@ assert judge([sample])[0].score == 1.0
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("seconds", [None, 60.0])
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("end", [KeyboardInterrupt, SystemExit])
-def test_who_wants_the_program_to_end_is_heard(end: type[BaseException], asynchronous: bool) -> None:
+def test_an_interrupt_goes_through_and_an_exit_names_the_reward(
+    end: type[BaseException], asynchronous: bool, seconds: float | None
+) -> None:
     def leaving(sample: Sample) -> float:
         if sample.completion == "end":
             raise end
@@ -362,10 +367,80 @@ def test_who_wants_the_program_to_end_is_heard(end: type[BaseException], asynchr
     async def leaving_too(sample: Sample) -> float:
         return leaving(sample)
 
-    judge = Judge(leaving_too if asynchronous else leaving)
-    with pytest.raises(end):
-        judge([sample(), sample("end"), sample()])
+    judge = Judge(leaving_too if asynchronous else leaving, seconds=seconds)
+    expected = end if end is KeyboardInterrupt else RewardError
+    with pytest.raises(expected) as raised:
+        judge([sample(), sample("end", group=5, member=1), sample()])
+    if end is SystemExit:
+        first, hint = str(raised.value).splitlines()
+        name = leaving_too if asynchronous else leaving
+        assert first == f"reward {name.__qualname__} called sys.exit(), group 5, member 1: expected a value"
+        assert hint.startswith("  hint: ")
     assert judge([sample()])[0].score == 1.0
+    judge.close()
+
+
+@pytest.mark.parametrize(("code", "call"), [(0, "sys.exit(0)"), (3, "sys.exit(3)"), ("no", "sys.exit('no')")])
+def test_an_exit_is_named_with_its_code_and_its_part(code: object, call: str) -> None:
+    def leaves(sample: Sample) -> float:
+        sys.exit(code)  # type: ignore[arg-type]
+
+    async def later(sample: Sample) -> float:
+        return leaves(sample)
+
+    for reward in (leaves, later):
+        with pytest.raises(RewardError, match=re.escape(f"called {call}")):
+            Judge(reward)([sample()])
+        with pytest.raises(RewardError, match=re.escape(f"reward bad ({name_of(reward)}) called {call}")):
+            Judge(weighted({"good": (lambda s: 1.0, 1.0), "bad": (reward, 1.0)}))([sample()])
+
+
+@pytest.mark.parametrize("seconds", [None, 60.0])
+@pytest.mark.parametrize("error", [GeneratorExit, asyncio.CancelledError])
+def test_what_looks_like_an_end_of_a_coroutine_costs_its_own_sample(
+    error: type[BaseException], seconds: float | None
+) -> None:
+    def sync(sample: Sample) -> float:
+        if sample.completion == "end":
+            raise error
+        return 1.0
+
+    async def later(sample: Sample) -> float:
+        await asyncio.sleep(0)
+        return sync(sample)
+
+    for reward in (sync, later, weighted({"a": (sync, 1.0)}), weighted({"a": (later, 1.0)})):
+        judge = Judge(reward, seconds=seconds)
+        samples = [sample("end"), sample()]
+        kinds = [outcome.kind for outcome in judge(samples)]
+        assert kinds == [OutcomeKind.ERROR, OutcomeKind.SCORED]
+        outcome = asyncio.run(judge.judged(samples[0]))
+        assert outcome.kind is OutcomeKind.ERROR
+        assert error.__name__ in outcome.reason
+        judge.close()
+
+
+@pytest.mark.parametrize("seconds", [None, 60.0])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_reward_changes_nothing_but_copies(asynchronous: bool, seconds: float | None) -> None:
+    def greedy(sample: Sample) -> float:
+        sample.row["seen"] = sample.row.get("seen", 0) + 1  # type: ignore[index]
+        sample.row["deep"].append(1)
+        sample.prompt[0]["content"] += "!"  # type: ignore[index]
+        sample.messages[0]["content"] += "!"
+        return float(sample.row["seen"] + len(sample.row["deep"]))
+
+    async def later(sample: Sample) -> float:
+        return greedy(sample)
+
+    prompt = [{"role": "user", "content": "2+2?"}]
+    row = {"prompt": prompt, "deep": []}
+    given = [
+        Sample(prompt, "4", (1,), (2,), row, StopReason.EOS, group=0, member=m, messages=(prompt[0],)) for m in (0, 1)
+    ]
+    judge = Judge(later if asynchronous else greedy, seconds=seconds)
+    assert [outcome.score for outcome in [*judge(given), *judge(given)]] == [2.0] * 4
+    assert row == {"prompt": [{"role": "user", "content": "2+2?"}], "deep": []}
     judge.close()
 
 
@@ -579,7 +654,7 @@ def test_a_mistake_or_an_exit_in_a_loop_is_raised(threads: int) -> None:
 
     with pytest.raises(RewardError, match="group 0, member 0"):
         one(lambda _: math.nan, threads=threads)
-    with pytest.raises(SystemExit):
+    with pytest.raises(RewardError, match=r"leaves called sys.exit\(3\), group 0, member 0"):
         one(leaves, threads=threads)
 
 

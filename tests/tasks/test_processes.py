@@ -171,12 +171,26 @@ def test_an_error_comes_back_with_its_type_and_text(made: Callable[..., InProces
 
 
 @pytest.mark.parametrize("end", [SystemExit, KeyboardInterrupt])
-def test_who_wants_the_program_to_end_is_heard(end: type[BaseException], made: Callable[..., InProcesses]) -> None:
+def test_an_interrupt_goes_through_and_an_exit_names_the_reward(
+    end: type[BaseException], made: Callable[..., InProcesses]
+) -> None:
     def leaves(sample: Sample) -> float:
         raise end
 
-    with pytest.raises(end):
+    with pytest.raises(end if end is KeyboardInterrupt else RewardError) as raised:
         Judge(made(leaves))([sample()])
+    assert end is KeyboardInterrupt or "leaves called sys.exit(), group 0" in str(raised.value)
+
+
+@pytest.mark.parametrize("end", [GeneratorExit, asyncio.CancelledError])
+def test_what_looks_like_an_end_of_a_coroutine_costs_its_own_sample(
+    end: type[BaseException], made: Callable[..., InProcesses]
+) -> None:
+    def ends(sample: Sample) -> float:
+        raise end
+
+    (outcome,) = Judge(made(ends))([sample()])
+    assert (outcome.kind, outcome.reason) == (OutcomeKind.ERROR, f"{end.__name__}: ")
 
 
 def test_what_a_reward_prints_and_reads_disturbs_nobody(

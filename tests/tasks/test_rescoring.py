@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import enum
 import json
 import math
 from pathlib import Path
@@ -11,9 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ramet.cli import main as cli
 from ramet.errors import DataError, RewardError
 from ramet.evaluation import RolloutLog, record_of
 from ramet.metrics import read
@@ -156,3 +159,56 @@ def test_a_column_that_can_not_be_stored_is_named_once(tmp_path: Path, caplog: p
 def test_kinds_that_do_not_fit_are_refused(kinds: Any) -> None:
     with pytest.raises(DataError, match="record 0 is no rollout"):
         rescore([{**RECORD, "row_kinds": kinds}], Judge(right))
+
+
+def test_the_command_writes_a_row_with_values_that_json_lacks_as_it_was(tmp_path: Path) -> None:
+    """And again from what it wrote; a reward that changes its row changes nothing that is stored."""
+    day, size = datetime.date(2024, 2, 29), (2, {3: b"x"})
+    row = {"meta": {"day": day, "deep": [{"size": size}]}, "long": 10**5000, "scores": np.array([[0.5, math.nan]])}
+    sample = Sample("?", "4", (1,), (2,), {"prompt": "?", **row}, StopReason.EOS, 0, 0)
+    record = record_of(sample, Outcome.scored(0.0), when="train", step=1)
+    (tmp_path / "rewards.py").write_text(
+        "import datetime\n\n\ndef late(sample):\n    meta = sample.row['meta']\n"
+        "    right = meta.pop('day') == datetime.date(2024, 2, 29) and meta['deep'][0].pop('size')[1] == {3: b'x'}\n"
+        "    return float(right and sample.row['long'] == 10**5000)\n",
+        encoding="utf-8",
+    )
+    for name in ("first", "second"):
+        run = tmp_path / name
+        run.mkdir()
+        with RolloutLog(run / "rollouts.jsonl") as log:
+            log.extend([record, record])
+        done = CliRunner().invoke(cli.main, ["rescore", str(run), "--reward", f"{tmp_path / 'rewards.py'}:late"])
+        assert done.exit_code == 0, done.output
+        old, new = read(run / "rollouts.jsonl"), read(run / "rollouts-rescored.jsonl")
+        assert [(line["row"], line["row_kinds"]) for line in new] == [(line["row"], line["row_kinds"]) for line in old]
+        assert [line["score"] for line in new] == [1.0, 1.0]
+        record = new[0]
+    back = dict(sample_of(record).row)
+    scores = back.pop("scores")
+    assert (scores.dtype, scores.tolist()[0][0], math.isnan(scores[0, 1])) == (np.float64, 0.5, True)
+    assert back == {"prompt": "?", "meta": {"day": day, "deep": [{"size": size}]}, "long": 10**5000}
+
+
+def test_a_value_that_would_come_back_as_another_is_named_and_the_file_is_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    level = enum.IntEnum("Level", ["LOW"])
+    row = {"prompt": "?", "answer": "4", "level": [level.LOW], "table": np.zeros(2, "i4,f4")}  # type: ignore[attr-defined]
+    sample = Sample("?", "4", (1,), (2,), row, StopReason.EOS, 0, 0)
+    with RolloutLog(tmp_path / "rollouts.jsonl") as log:
+        log.append(record_of(sample, Outcome.scored(1.0), when="train", step=1))
+    assert [told.args[0] for told in caplog.records if isinstance(told.args, tuple)] == ["level", "table"]
+    [line] = read(tmp_path / "rollouts.jsonl")
+    assert line["row_left_out"] == {
+        "level": "JSON can not hold a value of type Level at ['level', 0]",
+        "table": "JSON can not hold a value of type ndarray of [('f0', '<i4'), ('f1', '<f4')]",
+    }
+    (again,) = rescore([line], Judge(right))
+    assert again["rewards"] == {"right": 1.0, "short": 0.1}
+
+
+def test_a_row_that_was_stored_before_its_kinds_were_is_read_as_it_is() -> None:
+    row = {"answer": "4", "day": "2024-02-29", "sizes": [[1, 2], None]}
+    assert "row_kinds" not in RECORD
+    assert sample_of({**RECORD, "row": row}).row == {"prompt": "2+2=", **row}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ramet.errors import ConfigError
+from ramet.errors import ConfigError, RewardError
 from ramet.tasks import Task
 
 
@@ -27,3 +27,21 @@ from ramet.tasks import Task
 def test_what_can_be_no_part_of_a_task_is_refused_by_name(parts: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=f"^task sums: {message}"):
         Task("sums", [{"prompt": "1"}], [], lambda sample: 1.0, **parts)
+
+
+@pytest.mark.parametrize("half", ["train", "held_out"])
+@pytest.mark.parametrize(
+    ("rows", "found"),
+    [(None, "NoneType"), ("rows.jsonl", "str"), ({"prompt": "1"}, "dict"), (iter([{"prompt": "1"}]), "list_iterator")],
+)
+def test_rows_are_a_list(half: str, rows: Any, found: str) -> None:
+    parts: dict[str, Any] = {"train": [{"prompt": "1"}], "held_out": [], half: rows}
+    with pytest.raises(ConfigError, match=f"^task sums: {half} must be a list of rows: found {found}"):
+        Task("sums", score=lambda sample: 1.0, **parts)
+
+
+def test_a_task_has_a_name_and_a_score() -> None:
+    with pytest.raises(ConfigError, match=r"^a task's name must be text: found None"):
+        Task(None, [], [], lambda sample: 1.0)  # type: ignore[arg-type]
+    with pytest.raises(RewardError, match=r"^task sums: score, the reward, must be a function of a sample: found int"):
+        Task("sums", [], [], 1)  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ramet.chat.behind import same_beginning
+from ramet.chat.behind import same_beginning, splits_a_special_token
 from ramet.chat.pieces import Fork, Parting, Piece
 from ramet.chat.seams import SENTINEL, History, Round
 from ramet.chat.template import Schemas, Template
@@ -230,10 +230,15 @@ class Conversation:
         return found
 
     def _seam_of(self, turn: _Turn, whole: str) -> str | None:
-        """Return what stands in `whole` behind the content of the turn; None where it does not begin with the piece."""
+        """Return what stands in `whole` behind the content of the turn; None where it does not begin with the piece.
+
+        Nor does it where the two are alike up to a place inside a special token of the template's, by accident.
+        """
         known = self.text
         known = known[: len(known) - len(turn.end)]
-        return whole[len(known) :] if whole.startswith(known) else None
+        if not whole.startswith(known) or splits_a_special_token(self.template, known, whole[len(known) :]):
+            return None
+        return whole[len(known) :]
 
     def _seam_behind_sentinel(self, turn: _Turn, messages: Sequence[Message]) -> str | None:
         """Return what the template writes behind the turn if it does nothing with it; None where that is refused."""
@@ -299,6 +304,10 @@ class Conversation:
             if segment.text > common or not segment.faithful:
                 break
             same += 1
+        while same and splits_a_special_token(
+            self.template, whole[: self._segments[same - 1].text], whole[self._segments[same - 1].text :]
+        ):
+            same -= 1
         piece = Piece()
         if same:
             piece.extend(old.tokens[: self._segments[same - 1].tokens], Kind.PROMPT)

@@ -70,7 +70,7 @@ class ChatTemplate:
         if not tokenizer.chat_template:
             raise DataError(
                 "the prompt is a list of messages, and the tokenizer has no chat template",
-                hint="give prompts as text, or set tokenizer.chat_template",
+                hint="give prompts as text, or set model.chat_template=FILE (in Python: tokenizer.chat_template)",
             )
         if rewrites not in get_args(Rewrites):
             raise ConfigError(f"rewrites: expected one of {', '.join(get_args(Rewrites))}, found {rewrites!r}")

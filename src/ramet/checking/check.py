@@ -15,7 +15,7 @@ from ramet.checking.watch import Hung, watched
 from ramet.checking.wrong import Tally, Wrong, wrong_answers
 from ramet.tasks.task import Row, Task
 from ramet.tools.toolbox import Toolbox
-from ramet.types import Outcome, OutcomeKind
+from ramet.types import Outcome, OutcomeKind, StopReason
 
 WRONG = 8  # rows whose wrong answers are tried
 TOGETHER = 4  # episodes that are played in turns, and one more
@@ -48,9 +48,11 @@ def check_task(
     - apart: no held-out row is trained on (of a task of one turn: no prompt).
     - tools: their functions have valid schemas, and names of their own; none hangs.
     - episodes: `begin`, `player` and `reply` raise nothing, whatever the model writes, do not hang, and answer as they
-      should.
+      should; with tools, or where `reply` does not end an episode after its first turn, there are turns to read what
+      comes back.
     - scores: every verdict is a finite score or an abstention, whatever the model writes; `score` does not hang.
-    - reference: `player`, or else `answer`, earns `full` on `episodes` rows of both sides.
+    - reference: `player`, or else `answer`, earns `full` on `episodes` rows of both sides. Without it nothing is
+      `proved`.
     - wrong: no wrong answer earns `full` that no task takes for right: nothing, rubbish, very long text, the reference
       answer with its last letter and digit spoilt. Of a kind that may be right by chance, at most half do: a refusal,
       the prompt, many numbers, the answer changed, cut in half or among others, the answers and the turns of other
@@ -126,6 +128,8 @@ class _Check:
         tools = self._tools()
         if tools.passed is False:
             return [tools]
+        if self.task.tools and self.task.max_turns == 1:
+            self.faults["episodes"].append(_unread("a tool"))
         hung = None
         with StandIn(self.task, seed=self.seed, limits=self.limits) as stand_in:
             try:
@@ -247,7 +251,11 @@ class _Check:
         """Note what is wrong with an episode, and return it."""
         said, outcome = f"{shown_row(shown.row)}: {shown.written[-1:]!r:.120}", shown.outcome
         if shown.changed and not self.changed:
-            self.changed = f"{said}: the episode changed its row, which all episodes of it share: change a copy"
+            shares = "the episode changed its row, which all episodes of it share"
+            self.changed = f"{said}: {shares}: what it writes there is lost after the call, the state keeps it"
+        cut = shown.played is not None and shown.played.stop is StopReason.TURNS
+        if cut and self.task.max_turns == 1 and not self.faults["episodes"]:
+            self.faults["episodes"].append(_unread("reply"))
         if shown.broken:
             self.faults["episodes"].append(f"{shown_row(shown.row)}: {shown.broken}, after {shown.written[-1:]!r:.120}")
         elif shown.no_reward:
@@ -272,6 +280,10 @@ def _reference_of(task: Task) -> Writer | None:
         return task.player
     answer = task.answer
     return None if answer is None else lambda episode: answer(episode.row)
+
+
+def _unread(by: str) -> str:
+    return f"the model never reads what {by} says, for its only turn is over: set max_turns, which is 1, to 2 or more"
 
 
 def _spread(rows: Sequence[Row], count: int) -> list[Row]:

@@ -40,7 +40,16 @@ class Report:
         """True where no check failed."""
         return not any(finding.passed is False for finding in self.findings)
 
+    @property
+    def proved(self) -> bool:
+        """True where no check failed and the reference was not skipped: right answers were seen to earn all."""
+        skipped = any(finding.name == "reference" and finding.passed is None for finding in self.findings)
+        return self.passed and not skipped
+
     def __str__(self) -> str:
         failed = sum(finding.passed is False for finding in self.findings)
-        verdict = "proved" if not failed else f"{failed} of {len(self.findings)} checks failed"
+        verdict = f"{failed} of {len(self.findings)} checks failed"
+        if not failed:
+            unproved = "passed, but nothing shows that a right answer earns full reward (no reference)"
+            verdict = "proved" if self.proved else unproved
         return "\n".join([f"task {self.task}: {verdict}", *(f"  {finding}" for finding in self.findings)])

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import dataclasses
-import inspect
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar
 
@@ -18,12 +15,14 @@ from ramet.chat import ChatTemplate
 from ramet.checking.repeating import key_of
 from ramet.checking.turns import Turns
 from ramet.checking.watch import Hung
-from ramet.concurrency import Threads, by_threads
+from ramet.concurrency import Calls, Threads, by_threads
 from ramet.episodes import Played, Rules, Start, WrongReply, play
 from ramet.errors import RewardError
-from ramet.policies.person import SCRIPT, PersonPolicy
+from ramet.policies.person import SCRIPT, typed
+from ramet.policies.reference import as_text, noting
+from ramet.tasks.copies import Marked, own
 from ramet.tasks.judge import Judge
-from ramet.tasks.task import Begin, Row, Task
+from ramet.tasks.task import Row, Task
 from ramet.tools.toolbox import Toolbox
 from ramet.types import Completion, Episode, Message, Outcome, OutcomeKind, Request, Sample, Sampling, StopReason
 
@@ -32,8 +31,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-Writer: TypeAlias = Callable[[Episode], str]
-"""What writes a turn in the place of a model, as a task's `player` does."""
+Writer: TypeAlias = Callable[[Episode], str | Awaitable[str]]
+"""What writes a turn in the place of a model, sync or async, as a task's `player` does."""
 
 ROOM = 1_000_000
 """How many tokens a turn may have: nothing that is written here has as many."""
@@ -66,7 +65,7 @@ class Shown:
     """One episode that was played: what was `written`, how it ended, and how it was judged, twice.
 
     `broken` says what raised, and what it raised ("" for nothing); `no_reward` why the reward is none. `changed` is
-    True where the row is another one now.
+    True where a function changed the row that it was given.
     """
 
     row: Row
@@ -109,7 +108,7 @@ class StandIn:
     """
 
     def __init__(self, task: Task, *, seed: int = 0, limits: Limits = Limits()) -> None:
-        self._task = dataclasses.replace(task, begin=self._noting(task.begin))
+        self._task = dataclasses.replace(task, begin=noting(task.begin, self._note, self._begins))
         self._seed, self._limits = seed, limits
         tokenizer = byte_tokenizer()
         tokenizer.chat_template = SCRIPT
@@ -117,7 +116,7 @@ class StandIn:
         self._judge = _Twice(task, limits.score_seconds, self._scoring)
         self._toolbox = Toolbox(task.tools, timeout=limits.tool_seconds) if task.tools else None
         self._threads = Threads(512)
-        self._begun: dict[int, tuple[Any, random.Random]] = {}
+        self._begun: dict[int, tuple[Any, random.Random]] = {}  # by the number of the start
         self.doing = "the task"
         """What runs, as far as it can be known."""
 
@@ -146,17 +145,17 @@ class StandIn:
 
     async def in_turns(self, rows: Sequence[Row], writers: Sequence[Writer], numbers: Sequence[int]) -> list[Shown]:
         """Play episodes at once, of which one goes on at a time: a turn of each, with what comes back, and again."""
-        starts, seen = [], set[int]()
-        for member, (row, number) in enumerate(zip(rows, numbers, strict=True)):
-            own = copy.copy(row) if id(row) in seen else row  # which tells the members of a group apart
-            seen.add(id(own))
-            starts.append(Start(own, group=number, member=member, prompt_index=number))
+        starts = [
+            Start(row, group=number, member=member, prompt_index=number)
+            for member, (row, number) in enumerate(zip(rows, numbers, strict=True))
+        ]
         return await self._play(starts, writers, Turns(len(starts)))
 
     async def _play(self, starts: Sequence[Start], writers: Sequence[Writer], turns: Turns | None) -> list[Shown]:
         shown = [Shown(start.row) for start in starts]
+        watched = [Marked(start.row, number) for number, start in enumerate(starts)]
+        starts = [dataclasses.replace(start, row=row) for start, row in zip(starts, watched, strict=True)]
         place = _Place(self, starts, writers, shown, turns)
-        before = [key_of(start.row) for start in starts]
         seconds = self._limits.episode_seconds * len(starts)  # each waits for the others
         rules = Rules(Sampling(ROOM), self._seed, time_limit=seconds, tool_seconds=self._limits.tool_seconds)
         self._begun.clear()
@@ -181,36 +180,18 @@ class StandIn:
                     doing = "reply" if isinstance(error, WrongReply) else self.doing
                     one.broken = f"{doing} raised {type(error).__name__}: {error}"
             return shown
-        for one, each, was in zip(shown, played, before, strict=True):
-            one.played, one.changed = each, key_of(one.row) != was
+        for one, each, row in zip(shown, played, watched, strict=True):
+            one.played, one.changed = each, any(key_of(copied) != key_of(row) for copied in row.copies)
             one.again = self._judge.second.get((each.start.group, each.start.member))
         place.look()
         return shown
 
-    def _noting(self, begin: Begin | None) -> Begin:
-        """Return `begin`, sync or async as it is, which notes what the episode of a row has of its own."""
+    def _note(self, row: Row, rng: random.Random, state: Any) -> None:
+        assert isinstance(row, Marked)
+        self._begun[row.key] = state, rng
 
-        def note(row: Row, rng: random.Random, state: Any) -> Any:
-            self._begun[id(row)] = state, rng
-            return state
-
-        async def later(row: Row, rng: random.Random, state: Any) -> Any:
-            return note(row, rng, await state)
-
-        if begin is None or inspect.iscoroutinefunction(begin):
-
-            async def begun(row: Row, rng: random.Random) -> Any:
-                self.doing = "begin"
-                return note(row, rng, None if begin is None else await begin(row, rng))
-
-            return begun
-
-        def begun_in_thread(row: Row, rng: random.Random) -> Any:
-            self.doing = "begin"
-            state = begin(row, rng)
-            return later(row, rng, state) if inspect.isawaitable(state) else note(row, rng, state)
-
-        return begun_in_thread
+    def _begins(self) -> None:
+        self.doing = "begin"
 
 
 class _Place:
@@ -225,7 +206,7 @@ class _Place:
         turns: Turns | None,
     ) -> None:
         self._of, self._starts, self._writers, self._shown, self._turns = stand_in, starts, writers, shown, turns
-        self._one_by_one = asyncio.Lock()
+        self._one_by_one, self._calls = asyncio.Lock(), Calls(self.call)
         self._waiting: set[int] = set()
 
     async def answer(self, request: Request) -> Completion:
@@ -235,15 +216,13 @@ class _Place:
             self._waiting.add(number)
             await self._turns.take(number)
             self._waiting.discard(number)
-        row = self._starts[number].row
-        state, rng = of._begun[id(row)]
-        episode = Episode(row, list(request.messages or ()), rng, state, request.draw.turn)
+        state, rng = of._begun[number]
+        episode = Episode(own(self._starts[number].row), list(request.messages or ()), rng, state, request.draw.turn)
         of.doing = "the player"
-        text = await self.call(partial(_text_of, self._writers[number], episode))
+        text = as_text(await self._calls(self._writers[number], episode))
         of.doing = "reply or a tool"
         self._shown[number].written.append(text)
-        [completion] = PersonPolicy(lambda _: text, of._tokenizer).complete([request])
-        return completion
+        return typed(request, text, of._tokenizer)
 
     async def call(self, function: Callable[[], T], /) -> T:
         """Call a sync function in a thread, one after another, in the order in which they are asked for."""
@@ -346,15 +325,6 @@ def shown_row(row: Row) -> str:
     prompt = row["prompt"]
     text = prompt if isinstance(prompt, str) else str(prompt[-1].get("content", ""))
     return f"the row {text[-SHOWN:]!r}"
-
-
-def _text_of(write: Writer, episode: Episode) -> str:
-    text = write(episode)
-    if inspect.iscoroutine(text):
-        text.close()
-    if not isinstance(text, str):
-        raise TypeError(f"expected text: found {type(text).__name__}")
-    return text
 
 
 def _stop(shown: Shown) -> StopReason | None:

@@ -10,9 +10,10 @@ from ramet.config import TaskConfig, TrainConfig, checked
 from ramet.errors import ConfigError, nearest
 from ramet.prompts import read_rows
 from ramet.tasks import Task, build_task
-from ramet.tools import Toolbox
 
 TASK_KEYS = ("task.options", "task.prompts", "task.held_out", "task.reward")
+OPTIONS = {"seed": "--seed", "task.name": "TASK, the first word behind the command"}
+"""Keys of a recipe that are said in another way on the command line."""
 Split: TypeAlias = Literal["held-out", "train"]
 
 
@@ -23,13 +24,16 @@ def read_settings(
     seed: int,
     keys: Sequence[str] = (),
     given: Mapping[str, Mapping[str, Any]] | None = None,
+    options: Mapping[str, str] | None = None,
 ) -> TrainConfig:
     """Return the settings of a command: `given` ones by section, and `--set KEY=VALUE` on top.
 
-    `keys` are those that the command reads, beside those of the task; all others have values that mean nothing. Raises
-    `ConfigError` for another key, and for a value that a key can not have.
+    `keys` are those that the command reads, beside those of the task; all others have values that mean nothing.
+    `options` are keys that have an option of the command in their place. Raises `ConfigError` for another key, and for
+    a value that a key can not have.
     """
     read = (*TASK_KEYS, *keys)
+    instead = {**OPTIONS, **(options or {})}
     data: dict[str, Any] = {
         "seed": seed,
         "steps": 0,
@@ -43,7 +47,8 @@ def read_settings(
     for text in overrides:
         key = toml.override(data, text)
         if not any(key == known or key.startswith(f"{known}.") for known in read):
-            raise ConfigError(f'{key} is not read here: found the override "{text}"', hint=nearest(key, read))
+            hint = f"give {instead[key]}" if key in instead else nearest(key, read)
+            raise ConfigError(f'{key} is not read here: found the override "{text}"', hint=hint)
         sources[key] = f'the override "{text}"'
     return checked(data, "the command line", sources)
 
@@ -51,14 +56,10 @@ def read_settings(
 def task_of(config: TrainConfig) -> Task:
     """Build the task that `config` names; refuse tools and rows that are none."""
     assert config.task is not None
+    from ramet.assembly import tools_of
+
     task = task_with(config.task, config.seed)
-    try:
-        Toolbox(task.tools).close()
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"the task {task.name}: one of its tools is none: {error}",
-            hint="a tool is a function with typed parameters and a docstring",
-        ) from error
+    tools_of(task)
     for rows in (task.train, task.held_out):
         if rows:
             read_rows(rows)
@@ -90,5 +91,7 @@ def rows_of(task: Task, split: Split) -> Sequence[Mapping[str, Any]]:
     rows = task.held_out if split == "held-out" else task.train
     if not rows:
         other = "train" if split == "held-out" else "held-out"
-        raise ConfigError(f"the task {task.name} has no {split} rows", hint=f"give --split {other}")
+        empty = not (task.train or task.held_out)
+        hint = "do its options leave nothing?" if empty else f"give --split {other}"
+        raise ConfigError(f"the task {task.name} has no {split} rows", hint=hint)
     return rows

@@ -39,7 +39,8 @@ def run(
     )
     if as_json:
         findings = [{"check": f.name, "passed": f.passed, "found": f.detail} for f in report.findings]
-        click.echo(json.dumps({"task": report.task, "passed": report.passed, "findings": findings}))
+        verdict = {"task": report.task, "passed": report.passed, "proved": report.proved}
+        click.echo(json.dumps({**verdict, "findings": findings}))
     else:
         click.echo(visible(str(report)))
     return 0 if report.passed else 1

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import re
 import shutil
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +19,12 @@ from ramet import toml
 from ramet.cli.asked import Split, read_settings, rows_of, task_of
 from ramet.cli.levels import column_of, in_order, level_of
 from ramet.cli.players import Player, Who, player_of
+from ramet.cli.reasons import reasons_of, tell
 from ramet.cli.stage import Left
 from ramet.cli.tables import print_table, shown
 from ramet.config import TrainConfig
-from ramet.errors import ConfigError, DataError, RunExists
+from ramet.errors import CheckpointError, ConfigError, DataError, RunExists, ServerGone
+from ramet.interrupts import termination_as_interrupt
 from ramet.metrics import finite
 from ramet.viewer.summary import number
 from ramet.viewer.text import visible
@@ -35,8 +37,13 @@ TEMPERATURE = 1.0
 MAX_NEW_TOKENS = 512
 ROWS_AT_ONCE = 64
 """How many episodes a model in the process goes on with at once, unless rollout.rows_per_batch says otherwise."""
-REASONS = 3
-"""How many reasons are told why rollouts have no score: the most frequent ones."""
+OPTIONS = {
+    **{"rollout.max_new_tokens": "--max-new-tokens", "rollout.temperature": "--temperature"},
+    **{"name": "--name", "runs": "--runs", "model.name": "--model", "server.url": "--server"},
+    **{"server.model": "--model, beside --server", "server.key_variable": "--api-key-from"},
+}
+"""Keys of a recipe that are options here."""
+OTHER = "give another --name, or remove the folder"
 EVERY = 5.0
 """Seconds between two lines of progress."""
 
@@ -86,20 +93,23 @@ def run(
 ) -> int:
     """Play, write down and sum up; return the exit code: 0, 1 where nothing has a score, or 130."""
     from ramet.assembly import score_limit
+    from ramet.run_folder import write
 
     who.check()
     measure.check(who)
     given: dict[str, Any] = {"rollout": {"max_new_tokens": measure.max_new_tokens or MAX_NEW_TOKENS}}
     if who.stand is None:
         given["model"] = {"name": who.model}
+    if who.server is not None:
+        given["server"] = {"url": who.server, "model": who.model}
     if who.stand is None and who.server is None:
         given["rollout"]["rows_per_batch"] = ROWS_AT_ONCE
-    config = read_settings(task_name, overrides, seed=measure.seed, keys=who.keys, given=given)
+    config = read_settings(task_name, overrides, seed=measure.seed, keys=who.keys, given=given, options=OPTIONS)
     task = task_of(config)
     rows = rows_of(task, measure.split)[: measure.problems]
     column = column_of(rows, measure.by)
     player = player_of(who, task, config, _temperature(measure))
-    with contextlib.closing(player):
+    with contextlib.closing(player), termination_as_interrupt():
         folder = _new_folder(Path(runs), name, task.name)
         _write_settings(folder, _config_text(config, who, measure))
         began = time.monotonic()
@@ -110,12 +120,12 @@ def run(
     summary = _summary(task, who, measure, records, column, levels)
     summary["seconds"] = time.monotonic() - began
     text = json.dumps(finite(summary, "summary"), indent=2)
-    (folder / "summary.json").write_text(text + "\n", encoding="utf-8")
+    write(folder / "summary.json", text + "\n")
     if measure.split == "held-out" and _shared(task):
         click.echo("warning: held-out rows are training rows as well, and a model trained on them knows them", err=True)
-    for reason, count in summary["reasons"].items():
-        click.echo(visible(f"{count} without a score: {reason}"), err=True)
-    code = 0 if any(record["score"] is not None for record in records) else 1
+    if who.stand is None and not any(record["completion"] for record in records):
+        click.echo("warning: every answer was empty: rollouts.jsonl shows how each turn ended", err=True)
+    code = tell(summary["reasons"], records)
     if as_json:
         click.echo(json.dumps(finite({**summary, "folder": str(folder)}, "summary")))
         return code
@@ -168,6 +178,8 @@ def _play(
             click.echo(_where_it_stopped(folder, len(records), len(starts)), err=True)
             if isinstance(error, (KeyboardInterrupt, Left)):
                 return None
+            if isinstance(error, (CheckpointError, ServerGone)):  # whose hints are for runs, which can go on
+                error.hint = "mend that, and evaluate anew: what was played is kept"
             raise
     return records
 
@@ -200,26 +212,34 @@ def _where_it_stopped(folder: Path, played: int, count: int) -> str:
 
 
 def _new_folder(runs: Path, name: str | None, task: str) -> Path:
-    """Make the folder of the evaluation; raise `RunExists` where there is one of that name."""
+    """Make the folder of the evaluation; raise `RunExists` where there is one of that name.
+
+    Where no name was given, and another evaluation was begun in this second, it gets a number.
+    """
     own = name or f"eval-{re.sub(r'[^A-Za-z0-9_.]+', '-', task).strip('-')}-{time.strftime('%Y%m%d-%H%M%S')}"
     if not re.fullmatch(r"\w[\w.-]*", own):
         raise ConfigError(
             f"--name {own}: expected letters, digits, '_', '-' and '.', not starting with '-' or '.'",
             hint="--runs says in which folder it is made",
         )
-    folder = runs / own
-    try:
-        folder.mkdir(parents=True)
-    except FileExistsError as error:
-        raise RunExists(f"the folder {folder} is there already", hint="give --name, or remove the folder") from error
-    except OSError as error:
-        raise ConfigError(f"the folder {folder} can not be made: {error}", hint="give --runs and --name") from error
-    return folder
+    for count in itertools.count(1):
+        folder = runs / (own if count == 1 else f"{own}-{count}")
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError as error:
+            if name is not None:
+                raise RunExists(f"the folder {folder} is there already", hint=OTHER) from error
+        except OSError as error:
+            raise ConfigError(f"the folder {folder} can not be made: {error}", hint="give --runs and --name") from error
+    raise AssertionError("unreachable")
 
 
 def _write_settings(folder: Path, text: str) -> None:
+    from ramet.run_folder import write
+
     try:
-        (folder / "config.toml").write_text(text, encoding="utf-8")
+        write(folder / "config.toml", text)
     except OSError:
         shutil.rmtree(folder, ignore_errors=True)  # nothing has been played
         raise
@@ -230,7 +250,7 @@ def _config_text(config: TrainConfig, who: Who, measure: Measure) -> str:
     asked = {"policy": who.name, "server": who.server, "tokenizer": who.tokenizer, **own}
     data: dict[str, Any] = {"eval": {key: value for key, value in asked.items() if value is not None}}
     tree = config.model_dump(exclude_none=True, exclude_defaults=True)
-    data.update({section: tree[section] for section in ("task", "model", "rollout") if section in tree})
+    data.update({section: tree[section] for section in ("task", "model", "server", "rollout") if section in tree})
     return toml.dumps(data)
 
 
@@ -265,8 +285,8 @@ def _summary(
     if who.stand is None:
         summary["temperature"] = _temperature(measure)
     summary.update(chance=task.chance, **whole.as_table())
-    reasons = Counter(record["reason"] or record["outcome"] for record in records if record["score"] is None)
-    summary["reasons"] = dict(reasons.most_common(REASONS))
+    # In the order of the problems: that in which episodes end is nobody's to say.
+    summary["reasons"] = reasons_of(sorted(records, key=lambda record: (record["group"], record["member"])))
     if column is not None:
         tables = {level: part.as_table() for level, part in parts.items()}
         summary["by"] = {"column": column, "levels": tables}

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import click
 
 from ramet import __version__
-from ramet.errors import ConfigError, DataError, RametError, nearest
+from ramet.errors import ConfigError, DataError, RametError, RunExists, nearest
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -32,12 +32,12 @@ class ErrorsAsText(click.Group):
             if ctx.meta.get("ramet.traceback"):
                 raise
             _show_error(error)
-            ctx.exit(2 if isinstance(error, (ConfigError, DataError)) else 1)
+            ctx.exit(2 if isinstance(error, (ConfigError, DataError, RunExists)) else 1)
         except OSError as error:
             # A pipe whose reader has gone is click's to end.
             if error.errno == errno.EPIPE or ctx.meta.get("ramet.traceback"):
                 raise
-            _show_error(_of_the_system(error))
+            _show_error(_of_the_system(error, ctx.invoked_subcommand))
             ctx.exit(1)
         except KeyboardInterrupt:
             click.echo("interrupted", err=True)
@@ -53,11 +53,12 @@ def _show_error(error: RametError) -> None:
             click.echo(f"{name}: {visible(' '.join(text.split()))}", err=True)
 
 
-def _of_the_system(error: OSError) -> RametError:
+def _of_the_system(error: OSError, command: str | None) -> RametError:
     """Return an error of the operating system as one of ramet's: a full disk, a folder that may not be written to."""
     path = "" if error.filename is None else f"{error.filename}: "
+    onward = ", and a run goes on with --resume" if command == "train" else ""
     hints = {
-        errno.ENOSPC: "make room; what was written before is whole, and a run goes on with --resume",
+        errno.ENOSPC: f"make room; what was written before is whole{onward}",
         errno.EACCES: "change its permissions, or name another place",
         errno.EPERM: "change its permissions, or name another place",
         errno.EROFS: "nothing can be written there: name another place",
@@ -129,9 +130,14 @@ def report(run: Path) -> None:
 
     RUN is the folder of a run.
     """
+    from ramet.metrics import is_torn
     from ramet.viewer.report import write_report
 
-    click.echo(write_report(run))
+    written = write_report(run)
+    for path in (run / "metrics.jsonl", run / "rollouts.jsonl"):
+        if path.is_file() and is_torn(path):
+            click.echo(f"note: the last line of {path} was cut short, and is left out", err=True)
+    click.echo(written)
 
 
 @main.command()

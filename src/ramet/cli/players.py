@@ -60,7 +60,9 @@ class Who:
         sampled = tuple(f"rollout.{key}" for key in ("top_k", "top_p", "min_p", "stop", "prompt_limit", "rewrites"))
         own_template = ("model.chat_template",)
         if self.server is not None:
-            return (*always, *sampled, *(own_template if self.tokenizer is not None else ()))
+            asked = ("concurrency", "timeout_seconds", "retries", "outage_seconds")
+            server = tuple(f"server.{key}" for key in asked)
+            return (*always, *sampled, *server, *(own_template if self.tokenizer is not None else ()))
         loaded = tuple(f"model.{key}" for key in ("dtype", "device", "autocast", "attention", "revision", "options"))
         return (*always, *sampled, "rollout.rows_per_batch", *loaded, *own_template)
 
@@ -133,8 +135,17 @@ def _server(who: Who, task: Task, config: TrainConfig, temperature: float) -> Pl
     key = None if who.key_from is None else _key(who.key_from)
     # Without the model's own tokenizer its ids mean nothing here: text goes in and out.
     api: Literal["auto", "text"] = "text" if who.tokenizer is None else "auto"
+    assert config.server is not None
     policy = ServerPolicy(
-        who.server, model=who.model, tokenizer=tokenizer, api=api, api_key=key, retries=Retries(count=1)
+        who.server,
+        model=who.model,
+        tokenizer=tokenizer,
+        api=api,
+        concurrency=config.server.concurrency,
+        timeout=config.server.timeout_seconds,
+        api_key=key,
+        retries=Retries(count=1),
+        outage=config.server.outage_seconds,
     )
     with contextlib.ExitStack() as opened:
         opened.callback(policy.close)
@@ -143,9 +154,10 @@ def _server(who: Who, task: Task, config: TrainConfig, temperature: float) -> Pl
             try:
                 facts = policy.check()
             except ServerError as error:
-                error.hint = error.hint or "is a server there, and is the address of --server right?"
+                hint = error.hint or "is a server there, and is the address of --server right?"
+                error.hint = hint.replace("api_key", "--api-key-from VARIABLE")
                 raise
-        policy.retries = Retries()  # more patient, now that the server is known to be there
+        policy.retries = Retries(config.server.retries)  # more patient, now that the server is known to be there
         if api == "auto":
             for warning in said:
                 _to_stderr(f"note: {warning.message}")

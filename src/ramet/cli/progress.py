@@ -111,9 +111,10 @@ class Progress:
 
     def _start(self, event: RunStarted) -> None:
         self._started, self.folder = event, event.folder
-        resumed = f", from step {event.first_step}" if event.first_step > 1 else ""
+        ended = ", which are done" if event.first_step > event.steps > 0 else ""
+        resumed = f", from step {event.first_step}" if 1 < event.first_step <= event.steps else ""
         self._print(
-            f"{event.name}: {event.task} with {event.model} on {event.device}, {event.steps} steps{resumed}\n"
+            f"{event.name}: {event.task} with {event.model} on {event.device}, {event.steps} steps{resumed}{ended}\n"
             f"writing to {event.folder}"
         )
 

@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from ramet import metrics
+from ramet.cli.reasons import reasons_of, tell
 from ramet.cli.tables import print_table, shown
 from ramet.errors import DataError
 from ramet.metrics import Interval, MetricsLog, clustered_mean, finite
@@ -26,7 +27,8 @@ Record = Mapping[str, Any]
 def run(folder: Path, reward: str, out: Path | None, as_json: bool) -> int:
     """Judge the rollouts of a run again, write them to a new file beside the old one, and show what changed.
 
-    Raises `DataError` for a folder without rollouts and for an output that is there already.
+    Returns the exit code: 0, or 1 where nothing has a score now. Raises `DataError` for a folder without rollouts and
+    for an output that is there already.
     """
     path = folder / "rollouts.jsonl"
     if not path.is_file():
@@ -46,17 +48,18 @@ def run(folder: Path, reward: str, out: Path | None, as_json: bool) -> int:
     with MetricsLog(written) as log:
         log.extend(new)
     changes = compare(old, new)
+    code = tell(reasons_of(new), new)
     if as_json:
         found = {"reward": reward, "rollouts": [_as_table(change) for change in changes], "written": str(written)}
         click.echo(json.dumps(finite(found, "result")))
-        return 0
+        return code
     rows = [
         (name, shown(before), shown(after), f"{changed} of {count}") for name, before, after, changed, count in changes
     ]
     print_table(("rollouts", "old", "new", "verdicts changed"), rows)
     click.echo("in brackets: 95% intervals, with the problems as the sample")
     click.echo(f"rescored: {written}")
-    return 0
+    return code
 
 
 Change = tuple[str, Interval | None, Interval | None, int, int]

@@ -10,6 +10,7 @@ import click
 from ramet.cli.progress import Progress
 from ramet.config import TrainConfig
 from ramet.events import CheckpointWritten
+from ramet.interrupts import termination_as_interrupt
 
 
 def run(config: TrainConfig, resume: bool = False) -> int:
@@ -19,11 +20,15 @@ def run(config: TrainConfig, resume: bool = False) -> int:
     """
     # Loaded here, so that a misspelt setting is reported before torch has loaded.
     quiet_libraries()
+    from ramet.run_folder import refuse_existing
     from ramet.trainer import Trainer
+
+    if not resume:
+        refuse_existing(config.folder)  # before a model is loaded
 
     progress = Progress()
     try:
-        with progress:
+        with progress, termination_as_interrupt():
             result = Trainer.from_config(config, watcher=progress, resume=resume).train()
     except BaseException as error:
         if progress.checkpoint is not None or isinstance(error, KeyboardInterrupt):

@@ -82,6 +82,8 @@ class Job(Generic[T]):
     async def result(self) -> T:
         """Wait for the function's end; return what it returned or raise what it raised."""
         value, raised = await self._future
+        if isinstance(raised, GeneratorExit):
+            raise _failed(raised) from raised
         if raised is not None:
             raise raised
         found: T = value
@@ -128,6 +130,13 @@ class Calls:
             return task.result()
         except Exit as exit_:
             raise exit_.error from None
+        except GeneratorExit as error:
+            raise _failed(error) from error
+
+
+def _failed(error: GeneratorExit) -> RuntimeError:
+    """Return what to raise in its place: in a coroutine it would say that the coroutine is being closed."""
+    return RuntimeError(f"it raised {type(error).__name__}")
 
 
 async def _awaited(value: Awaitable[T]) -> T:

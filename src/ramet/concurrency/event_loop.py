@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import weakref
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, wait
@@ -149,7 +150,10 @@ def _hand_over(done: Future[T], here: Here, task: asyncio.Task[T]) -> None:
 
 def _serve(loop: asyncio.AbstractEventLoop, ending: asyncio.Event) -> None:
     with asyncio.Runner(loop_factory=lambda: loop) as runner:
-        runner.run(_wait_for(ending))
+        while not ending.is_set():
+            # An exit in a task that something in the loop has started comes out here too: whoever awaits it is told.
+            with contextlib.suppress(SystemExit, KeyboardInterrupt):
+                runner.run(_wait_for(ending))
 
 
 async def _wait_for(event: asyncio.Event) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
@@ -56,7 +56,17 @@ def checked(data: Mapping[str, Any], where: str, sources: Mapping[str, str] | No
     try:
         return TrainConfig.model_validate(data)
     except ValidationError as error:
-        raise _explain(error, data, where, sources or {}) from error
+        raise _explain(error.errors(), data, where, sources or {}) from error
+
+
+def explained_section(section: type[BaseModel], error: ValidationError, data: Mapping[str, Any]) -> ConfigError:
+    """Return as a `ConfigError` what is wrong with the keys that a section was called with."""
+    place = next((key for key, field in TrainConfig.model_fields.items() if _section(field) is section), None)
+    faults = error.errors()
+    if place is not None:
+        faults = [{**fault, "loc": (place, *fault["loc"])} for fault in faults]
+        data = {place: dict(data)}
+    return _explain(faults, data, f"{section.__name__}(...)", {})
 
 
 def settings(section: type[Section] = TrainConfig, prefix: str = "") -> dict[str, FieldInfo]:
@@ -85,10 +95,12 @@ def _section(field: FieldInfo) -> type[Section] | None:
     return None
 
 
-def _explain(error: ValidationError, data: Mapping[str, Any], where: str, sources: Mapping[str, str]) -> ConfigError:
+def _explain(
+    found: Sequence[ErrorDetails], data: Mapping[str, Any], where: str, sources: Mapping[str, str]
+) -> ConfigError:
     """Turn pydantic's report into one message: what was expected, what was found, where, and what to do."""
     # Unknown keys come first: a misspelt key also shows up as a missing one.
-    faults = sorted(error.errors(), key=lambda fault: fault["type"] != "extra_forbidden")
+    faults = sorted(found, key=lambda fault: fault["type"] != "extra_forbidden")
     first = faults[0]
     key, value = _locate(first["loc"], data)
     found_in = next((s for k, s in sources.items() if k == key or f"{k}.".startswith(f"{key}.")), None)

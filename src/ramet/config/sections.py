@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from ramet.config.contradictions import contradictions
 from ramet.errors import ConfigError
@@ -17,7 +17,23 @@ if TYPE_CHECKING:
 Scalar: TypeAlias = bool | int | float | str
 
 
-class Section(BaseModel):
+class _Explained(BaseModel):
+    """A model whose keys are called with: a `ConfigError` says which is unknown, with the nearest, or what is wrong."""
+
+    def __init__(self, /, **data: Any) -> None:
+        """Make a section from its keys; raise `ConfigError` for an unknown one, with the nearest, and a wrong value."""
+        try:
+            super().__init__(**data)
+        except ValidationError as error:
+            from ramet.config.reading import explained_section
+
+            raise explained_section(type(self), error, data) from error
+
+    # So pydantic marks an `__init__` that it need not call for sections inside of others: those it reports together.
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
+
+
+class Section(_Explained):
     """A table of the file: frozen, without coercion, and without room for keys that nothing reads."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)

@@ -67,7 +67,8 @@ class ChatEnv(EnvBase):
     `Outcome` for each row that ended, None for others: where a function of the task raised, it is an error, and the row
     is truncated, with no score. `"episode"` is where each row stands. The data row of an episode is
     `rows[prompt_index]` where the TensorDict has `prompt_index` (`rows` are the task's training rows by default), else
-    the entries of the TensorDict, with the prompt under "prompt". `close` ends what was opened.
+    the entries of the TensorDict, with the prompt under "prompt". `close` ends what was opened. `ramet.collect` and
+    `Actor` play it in mode "tokens" with `observation_key="tokens"` and `action_key="tokens_response"`.
 
     Tools of all rows run at once, each call for at most `tool_seconds`. So do scores, each for `score_seconds`, sync
     ones in 8 threads; with None those run one after another. Async replies run at once too; sync ones run one after

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ramet.concurrency import Calls, EventLoop, Threads, by_threads
-from ramet.tasks.verdicts import Raised, settle
+from ramet.tasks.verdicts import FAILURES, Raised, settle
 
 THREADS = 4096
 """How many functions run at once in threads, those that never end included."""
@@ -27,7 +27,7 @@ class Work:
         """Return what the function returns, or what it raises as a `Raised`: it costs its own row."""
         try:
             return self.function(*self.arguments)
-        except (Exception, asyncio.CancelledError) as error:
+        except FAILURES as error:
             return Raised(error)
 
 

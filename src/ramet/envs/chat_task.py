@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import inspect
 import math
@@ -21,13 +20,14 @@ from ramet.envs.chat_talk import Standing, Talk, Talks
 from ramet.errors import DataError
 from ramet.specs import KeyPath, describe
 from ramet.tasks import Judge, Task
-from ramet.tasks.replies import as_messages
+from ramet.tasks.copies import own
+from ramet.tasks.replies import as_messages, left
 from ramet.tasks.task import Row, rng_of
-from ramet.tasks.verdicts import Raised
+from ramet.tasks.verdicts import FAILURES, Raised, name_of
 from ramet.transforms.entries import entry
 from ramet.types import Episode, Key, Message, Outcome, Sample, StopReason
 
-EPISODE, OUTCOME = "episode", "outcome"
+EPISODE, OUTCOME = "episode", Key.OUTCOME
 _NOT_OF_THE_ROW = {"_reset", "done", "terminated", "truncated", EPISODE, OUTCOME, Key.STOP, "next"}
 _NOT_OF_THE_ROW |= {"history", "text", "tokens"}
 
@@ -147,16 +147,16 @@ class Players:
             index, group, member = (column[row] if column else None for column in columns.values())
             group = row if group is None else group
             rng = rng_of(self.seed, group if index is None else index)
-            made[row] = one = Standing(data, prompts[row], rng, group, member or 0)
-            one.talk = self.talks.begin(prompts[row], bare=one.bare)
+            made[row] = one = Standing(data, own(prompts[row]), rng, group, member or 0)
+            one.talk = self.talks.begin(one.prompt, bare=one.bare)
             opened[row] = self.talks.shown(one.talk.opening)
             one.opening = opened[row] if self.talks.mode == "tokens" else ()
         if self.task.begin is None:
             return made, opened
-        values = self._call(Work(self._kept, (self.task.begin, one.row, one.rng)) for one in made.values())
+        values = self._call(Work(self._kept, (self.task.begin, own(one.row), one.rng)) for one in made.values())
         for one, value in zip(made.values(), values, strict=True):
             if isinstance(value, Raised):
-                one.trouble = _failure("begin", value.error)
+                one.trouble = _failure("begin", value.error, self.task.begin)
             else:
                 one.state = self._keep(value)
         return made, opened
@@ -237,7 +237,7 @@ class Players:
         if not turn.untaken:
             talk.take(turn.said, turn.cut)
             turn.added, turn.whole = talk.news()
-        turn.episode = Episode(before.row, list(talk.messages), rng, state, before.turns + (not turn.untaken))
+        turn.episode = Episode(own(before.row), list(talk.messages), rng, state, before.turns + (not turn.untaken))
 
     def _asked(self, turn: Turn) -> Work | None:
         """Return what answers a turn: the tools, or else the reply."""
@@ -256,22 +256,26 @@ class Players:
         assert turn.episode is not None
         assert turn.talk is not None
         if isinstance(turn.value, Raised):
-            turn.outcome = _failure("the tools" if self._calls(turn) else "reply", turn.value.error)
-            turn.truncated = True
+            where = "the tools" if self._calls(turn) else "reply"
+            turn.outcome, turn.truncated = _failure(where, turn.value.error, self.task.reply), True
             return
-        turn.replies = self._replies(turn.value)
+        try:
+            turn.replies = self._replies(turn.value)
+        except DataError as error:  # it is too long
+            turn.outcome, turn.truncated = _failure("reply", error, self.task.reply), True
+            return
         turn.terminated = turn.replies is None
         turn.truncated = not turn.terminated and turn.episode.turns >= self.task.max_turns
         if turn.replies and not turn.truncated:  # the model sees none after its last turn
             try:
                 turn.talk.reply(turn.replies)
             except DataError as error:  # the template refuses them
-                turn.outcome, turn.truncated, turn.replies = _failure("reply", error), True, None
+                turn.outcome, turn.truncated, turn.replies = _failure("reply", error, self.task.reply), True, None
         turn.added, turn.whole = turn.talk.news()
 
     def _replies(self, value: Any) -> list[Message] | None:
         reply = self.task.reply
-        name = f"{getattr(reply, '__qualname__', type(reply).__qualname__)} of the task {self.task.name!r}"
+        name = f"{name_of(reply)} of the task {self.task.name!r}"
         messages = as_messages(value, name)
         return None if messages is None else [dict(message) for message in messages]
 
@@ -303,8 +307,10 @@ class Players:
         self._call([Work(state.close, ()) for state in states if self._open.pop(id(state), None) is not None])
 
 
-def _failure(where: str, error: BaseException) -> Outcome:
-    if not isinstance(error, (Exception, asyncio.CancelledError)):
+def _failure(where: str, error: BaseException, function: Any) -> Outcome:
+    if isinstance(error, SystemExit):
+        raise left(where, function, error) from error
+    if not isinstance(error, FAILURES):
         raise error
     reason = f"{where}: {type(error).__name__}: {error}"
     return Outcome.timed_out(reason) if isinstance(error, TimeoutError) else Outcome.error(reason)

@@ -204,6 +204,9 @@ class EnvBase(EnvSpecs, ABC):
         self.generator.manual_seed(seed)
         self._set_seed(seed)
 
+    def close(self) -> None:
+        """End what the environment has opened; an environment that opens nothing has nothing to end."""
+
     def rollout(
         self,
         max_steps: int,
@@ -315,6 +318,10 @@ class TransformedEnv(EnvBase):
             raise TypeError(f"expected an environment, found a {type(base_env).__name__}")
         self.transform = Compose() if transform is None else checked(transform)
         self.transform.join(base_env)
+
+    def close(self) -> None:
+        """End what the environment inside has opened."""
+        self.base_env.close()
 
     def _keys(self, name: str, base_keys: list[KeyPath], spec: Callable[[], Composite]) -> list[KeyPath]:
         """Return the keys of a spec, which is only made anew where the keys inside or the transforms are others."""

@@ -68,7 +68,10 @@ class Keeper:
             try:
                 async with asyncio.timeout(SECONDS):
                     await call(kept.close)
-            except Exception as error:
+            except (Exception, asyncio.CancelledError, SystemExit) as error:
+                task = asyncio.current_task()
+                if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                    raise
                 _log.warning("the state of an episode could not be closed: %s: %s", type(error).__name__, error)
 
     def _close_late(self, made: Closing) -> None:

@@ -16,9 +16,11 @@ from ramet.concurrency import Calling, Calls, Threads, by_threads, together
 from ramet.episodes.keeper import Keeper
 from ramet.episodes.played import Played, Rules, Speech, Start
 from ramet.errors import DataError, ModelError, ServerGone
+from ramet.tasks.copies import own
 from ramet.tasks.judge import Judge
-from ramet.tasks.replies import WrongReply, as_messages
+from ramet.tasks.replies import WrongReply, as_messages, left
 from ramet.tasks.task import Begin, Task, rng_of
+from ramet.tasks.verdicts import name_of
 from ramet.tools.toolbox import Toolbox
 from ramet.types import Completion, Draw, Episode, Kind, Message, Outcome, Request, Sample, StopReason
 
@@ -98,9 +100,11 @@ async def play(
     thread by default. `left` is told of each episode whose last turn has been taken, and `ended` is handed each
     as soon as it is judged and closed; what it raises ends all.
 
+    Functions see copies of the row, so that what one changes there no other sees, nor the sample.
+
     Raises `WrongReply` where `task.reply` returns something else than text, messages or None, and `RewardError` where a
-    reward is no reward: mistakes in the program, which end all. So does `ServerGone`, of a policy whose server stays
-    away.
+    reward is no reward, and each of them where a function calls `sys.exit`: mistakes in the program, which end all. So
+    does `ServerGone`, of a policy whose server stays away.
     """
     # An episode waits for one function at a time, and once more for its state to close: none waits for a thread.
     threads = Threads(2 * max(1, len(starts)), "ramet episode")
@@ -134,7 +138,7 @@ class _OneEpisode:
         self._talk: Conversation | None = None
         self._last: Completion | None = None
         self._keeper = Keeper()
-        self._episode = Episode(start.row, [], rng_of(stage.rules.seed, start.prompt_index))
+        self._episode = Episode(own(start.row), [], rng_of(stage.rules.seed, start.prompt_index))
         self._doing = "the prompt"
 
     async def play(self) -> Played:
@@ -176,7 +180,7 @@ class _OneEpisode:
     async def _turns(self) -> StopReason:
         stage, episode = self._stage, self._episode
         self._talk = talk = self._opened()
-        episode.messages.extend(talk.messages)
+        episode.messages.extend(own(talk.messages))  # the members of a group begin with the same ones
         if stage.task.begin is not None:
             self._doing = "begin"
             episode.state = await self._begun(stage.task.begin)
@@ -201,10 +205,13 @@ class _OneEpisode:
 
     async def _begun(self, begin: Begin) -> Any:
         """Return what the episode has of its own, which is closed when it was judged."""
-        keep, arguments = self._keeper.keep, (self._start.row, self._episode.rng)
-        if inspect.iscoroutinefunction(begin):
-            return keep(await self._stage.call(begin, *arguments))
-        return keep(await self._stage.call(lambda: keep(begin(*arguments))))
+        keep, arguments = self._keeper.keep, (own(self._start.row), self._episode.rng)
+        try:
+            if inspect.iscoroutinefunction(begin):
+                return keep(await self._stage.call(begin, *arguments))
+            return keep(await self._stage.call(lambda: keep(begin(*arguments))))
+        except SystemExit as error:
+            raise left("begin", begin, error) from error
 
     def _opened(self) -> Conversation:
         """Begin the conversation; text goes on as text, for no template of a chat has a place for it."""
@@ -298,6 +305,7 @@ class _OneEpisode:
     async def _replies(self, message: Message) -> list[Message] | None:
         """Return what comes back: of the tools that were called, else of the environment; None ends the episode."""
         calls = message.get("tool_calls")
+        self._episode.row = own(self._start.row)
         if self._stage.toolbox is not None and calls:
             self._doing = "the tools"
             return list(await self._stage.toolbox.run(calls, self._episode))
@@ -305,8 +313,11 @@ class _OneEpisode:
         if reply is None:
             return None
         self._doing = "reply"
-        value = await self._stage.call(reply, self._episode)
-        return as_messages(value, getattr(reply, "__qualname__", type(reply).__qualname__))
+        try:
+            value = await self._stage.call(reply, self._episode)
+        except SystemExit as error:
+            raise left("reply", reply, error) from error
+        return as_messages(value, name_of(reply))
 
     def _sample(self, stop: StopReason) -> Sample:
         pieces = [] if self._talk is None else self._talk.pieces

@@ -17,7 +17,7 @@ from ramet.forest.nodes import Ints
 from ramet.forest.rollout import Column, Form, Path
 from ramet.ragged import Ragged
 from ramet.ragged import rows as read_rows
-from ramet.types import Key
+from ramet.types import Key, Outcome
 
 KeyPath: TypeAlias = str | tuple[str, ...]
 
@@ -182,6 +182,18 @@ def _of_cells(cells: list[list[Tensor]]) -> Series:
         stacked = torch.stack(values).detach().cpu()
         return Series(stacked.view(len(cells), len(cells[0]), *values[0].shape).transpose(0, 1))
     return Series(cells=[[cell.detach().cpu() for cell in row] for row in cells])
+
+
+def outcomes_in(td: TensorDictBase) -> list[Outcome | None]:
+    """Return the outcome that an environment has given each row of `td` [B] or [], as far as it has."""
+    if isinstance(td, LazyStackedTensorDict):
+        return [outcome for row in td.unbind(0) for outcome in outcomes_in(row)]
+    value = td.get(Key.OUTCOME, None)
+    if value is None or isinstance(value, Tensor):
+        return [None] * td.batch_size.numel()
+    found = value.tolist() if hasattr(value, "tolist") else value
+    found = list(found) if td.batch_dims else [found]
+    return [item if isinstance(item, Outcome) else None for item in found]
 
 
 def _goes_on(td: TensorDictBase, form: Form) -> bool:

@@ -17,11 +17,11 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from ramet.errors import ForestError, RewardError
-from ramet.forest.entries import KeyPath, Series, Step, as_path, detect, read_series, steps_of
+from ramet.forest.entries import KeyPath, Series, Step, as_path, detect, outcomes_in, read_series, steps_of
 from ramet.forest.nodes import Ints
 from ramet.forest.prefixes import Prefixes, check_tokens, read_prefixes, read_texts
 from ramet.forest.rollout import Column, Form, Path, Steps
-from ramet.types import Key, Kind, StopReason
+from ramet.types import Key, Kind, Outcome, StopReason
 
 HASHING = "hashing"
 _OF_ROWS: tuple[Path, ...] = (("_step",), ("_reset",))
@@ -60,6 +60,7 @@ class Episode:
     member: int
     prompt_index: int
     stop: StopReason | None
+    outcome: Outcome | None
     steps: Steps
     claims: Ints | None
 
@@ -86,7 +87,8 @@ def read_episodes(td: TensorDictBase, keys: Keys, time: bool | None) -> list[Epi
     if wrote is None:
         raise ForestError(f"expected tokens under {form.action} in every step")
     walk = _Walk(form, steps, series)
-    return [_episode(run, form, walk, wrote, series, keys) for run in walk.runs()]
+    outcomes = [outcomes_in(step.next) for step in steps]
+    return [_episode(run, form, walk, wrote, series, keys, outcomes[run.at[-1]][run.row]) for run in walk.runs()]
 
 
 class _Walk:
@@ -157,7 +159,15 @@ class _Walk:
                 yield _Run(row, at[first:last], tokens)
 
 
-def _episode(run: _Run, form: Form, walk: _Walk, wrote: Series, series: dict[Path, Series], keys: Keys) -> Episode:
+def _episode(
+    run: _Run,
+    form: Form,
+    walk: _Walk,
+    wrote: Series,
+    series: dict[Path, Series],
+    keys: Keys,
+    outcome: Outcome | None,
+) -> Episode:
     starts, ends = walk.starts[run.at, run.row], walk.ends[run.at, run.row]
     action = wrote.of(run.row, run.at)
     actions = _sizes(action)
@@ -185,6 +195,7 @@ def _episode(run: _Run, form: Form, walk: _Walk, wrote: Series, series: dict[Pat
         member=_number(columns, Key.MEMBER),
         prompt_index=_number(columns, Key.PROMPT_INDEX),
         stop=_stop(columns),
+        outcome=outcome,
         steps=steps,
         claims=_claims(columns) if one_by_one else None,
     )

@@ -113,7 +113,14 @@ class Forest(Tables):
         hashes = self._hashes_of(episodes)
         fresh = []
         for episode, row in zip(episodes, hashes, strict=True):
-            grown = Rollout(episode.group, episode.member, episode.prompt_index, stop=episode.stop, steps=episode.steps)
+            grown = Rollout(
+                episode.group,
+                episode.member,
+                episode.prompt_index,
+                stop=episode.stop,
+                outcome=episode.outcome,
+                steps=episode.steps,
+            )
             self._walk(grown, episode.tokens, row, episode.segments, episode.kinds, episode.log_probs, episode.versions)
             fresh.append(grown)
         return self._add(fresh, unit)

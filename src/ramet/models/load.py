@@ -58,7 +58,7 @@ def load_model(
             name = str(smollm2_folder())
         model, tokenizer = _load_pretrained(name, DTYPES[dtype], attention, revision)
     if chat_template is not None:
-        tokenizer.chat_template = read_chat_template(chat_template)
+        tokenizer.chat_template = read_chat_template(chat_template, tokenizer)
     check_vocabulary(model, tokenizer)
     return model.to(device).eval(), tokenizer
 
@@ -72,7 +72,9 @@ def _load_pretrained(
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **where)
         model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, attn_implementation=attention, **where)
-    except (OSError, ValueError) as error:
+    except (
+        Exception
+    ) as error:  # a torn file and weights of other shapes are told by four libraries, each in its own way
         kind = "the folder" if Path(name).is_dir() else "the name"
         raise ModelError(
             f"transformers can not load {kind} {name!r} as a causal model with a tokenizer: {error}",
@@ -93,17 +95,17 @@ def load_tokenizer(name: str, *, chat_template: str | Path | None = None) -> Pre
         if not name:  # a hub is not asked for nothing
             raise ValueError("it says nothing of where it comes from")
         found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # as above
         raise ModelError(
             f"transformers can not load a tokenizer from {name!r}: {error}", hint="give the folder of the model"
         ) from error
     if chat_template is not None:
-        found.chat_template = read_chat_template(chat_template)
+        found.chat_template = read_chat_template(chat_template, found)
     return found
 
 
-def read_chat_template(path: str | Path) -> str:
-    """Read a chat template, a Jinja file; raise `ConfigError` where there is none, or it is none."""
+def read_chat_template(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Read a chat template, a Jinja file; raise `ConfigError` where there is none, or `tokenizer` can not read it."""
     try:
         text = Path(path).read_text(encoding="utf-8")
         if not text.strip():
@@ -113,7 +115,23 @@ def read_chat_template(path: str | Path) -> str:
             f"model.chat_template: {path} can not be read: {error}",
             hint="give the path of a Jinja file, which starts at the working folder",
         ) from error
+    _refuse_wrong_syntax(text, path, tokenizer)
     return text
+
+
+def _refuse_wrong_syntax(template: str, path: str | Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise `ConfigError`, with the line, where transformers can not compile a chat template."""
+    from jinja2 import TemplateSyntaxError
+
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": ""}], chat_template=template, tokenize=False)
+    except TemplateSyntaxError as error:
+        raise ConfigError(
+            f"model.chat_template: {path}, line {error.lineno} is no Jinja: {error.message}",
+            hint="mend the template there",
+        ) from error
+    except Exception:  # it compiles, and refuses these messages, which nobody has asked for
+        return
 
 
 def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -39,20 +39,21 @@ class PersonPolicy(Policy):
     def complete(self, requests: Sequence[Request]) -> Iterator[Completion]:
         """Yield what the person answers, row by row; whatever `ask` raises goes through."""
         for request in requests:
-            yield self._completion(request, self._ask(request))
+            yield typed(request, self._ask(request), self.tokenizer, self.version)
 
-    def _completion(self, request: Request, text: str) -> Completion:
-        text, stop = _cut(text, request.sampling.stop)
-        ids = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-        eos = self.tokenizer.eos_token_id
-        if stop is StopReason.EOS and eos is not None:
-            ids.append(eos)
-        limit = request.sampling.max_new_tokens
-        if len(ids) > limit:
-            ids, stop = ids[:limit], StopReason.NEW_TOKENS
-            text = str(self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-        tokens = torch.tensor(ids, dtype=torch.int64)
-        return Completion(request.row, tokens, torch.full((len(ids),), torch.nan), stop, self.version, text=text)
+
+def typed(request: Request, text: str, tokenizer: PreTrainedTokenizerBase, version: int = 0) -> Completion:
+    """Return the completion of `request` by somebody who typed `text`: see `PersonPolicy`."""
+    text, stop = _cut(text, request.sampling.stop)
+    ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    if stop is StopReason.EOS and tokenizer.eos_token_id is not None:
+        ids.append(tokenizer.eos_token_id)
+    limit = request.sampling.max_new_tokens
+    if len(ids) > limit:
+        ids, stop = ids[:limit], StopReason.NEW_TOKENS
+        text = str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    tokens = torch.tensor(ids, dtype=torch.int64)
+    return Completion(request.row, tokens, torch.full((len(ids),), torch.nan), stop, version, text=text)
 
 
 def _cut(text: str, stops: Sequence[str]) -> tuple[str, StopReason]:

@@ -38,7 +38,7 @@ class Actor:
     Reads `tokens` (any ragged layout), and `group_id` and `repeat_index` [B] where they are there (else the row number
     and 0) as the address of the row's randomness. Writes `tokens_response` and `log_probs`, jagged [B, n],
     `stop_reason` (the value of a `StopReason` for each row, None where it was not asked), and `turn` int64 [B], which
-    counts the calls so that no two turns share their draws.
+    counts the calls so that no two turns share their draws. Raises `KeyError` without `tokens`.
     """
 
     policy: Policy
@@ -47,6 +47,11 @@ class Actor:
 
     def __call__(self, td: TensorDictBase) -> TensorDictBase:
         """Return `td` with the policy's response in it. Rows that are already `done` get an empty response."""
+        if td.get(Key.TOKENS, None) is None:
+            raise KeyError(
+                f"an Actor reads {Key.TOKENS!r} and writes {Key.RESPONSE!r}: there are {sorted(map(str, td.keys()))}; "
+                "name the environment's keys so (ChatEnv: observation_key, action_key; LLMEnv: from_text=False)"
+            )
         rows = ragged.rows(td, Key.TOKENS)
         count = len(rows)
         prompts = _column(td, Key.GROUP, range(count))

@@ -184,7 +184,7 @@ def tokenize_prompt(
     `tools` are handed to the template; a text has no place for them.
 
     An empty text becomes the beginning-of-text token, for a causal model needs something to start from. Raises
-    `DataError` where there is no such token, or no chat template, naming `where`.
+    `DataError` where there is no such token, no chat template, or one that refuses the messages, naming `where`.
     """
     if isinstance(prompt, str):
         ids = list(tokenizer(prompt)["input_ids"])
@@ -192,13 +192,9 @@ def tokenize_prompt(
         if not tokenizer.chat_template:
             raise DataError(
                 f"{where}: the prompt is a list of messages, and the tokenizer has no chat template",
-                hint="give prompts as text, or set tokenizer.chat_template",
+                hint="give prompts as text, or set model.chat_template=FILE (in Python: tokenizer.chat_template)",
             )
-        messages = [dict(message) for message in prompt]
-        offered: list[Any] | None = [dict(tool) for tool in tools] or None
-        ids = list(
-            tokenizer.apply_chat_template(messages, tools=offered, add_generation_prompt=True, return_dict=False)
-        )
+        ids = _templated(tokenizer, prompt, where, tools)
     if not ids:
         if tokenizer.bos_token_id is None:
             raise DataError(
@@ -207,6 +203,25 @@ def tokenize_prompt(
             )
         ids = [tokenizer.bos_token_id]
     return ids
+
+
+def _templated(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Sequence[Mapping[str, Any]],
+    where: str,
+    tools: Sequence[Mapping[str, Any]],
+) -> list[int]:
+    messages = [dict(message) for message in prompt]
+    offered: list[Any] | None = [dict(tool) for tool in tools] or None
+    try:
+        found = tokenizer.apply_chat_template(messages, tools=offered, add_generation_prompt=True, return_dict=False)
+    except Exception as error:  # a template may raise anything, and says what it refuses
+        roles = " ".join(str(message.get("role")) for message in messages)
+        raise DataError(
+            f"{where}: the chat template refuses the messages ({roles}): {type(error).__name__}: {error}",
+            hint="a template may want a user's turn first, turns that alternate, no system message, or no tools",
+        ) from error
+    return list(found)
 
 
 def _cut(ids: list[int], limit: int, too_long: TooLong, where: str) -> list[int]:

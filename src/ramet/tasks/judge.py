@@ -12,8 +12,9 @@ from typing import Any
 
 from ramet.concurrency import Clock, EventLoop, Threads, by_threads
 from ramet.errors import RewardError
+from ramet.tasks.copies import own_sample
 from ramet.tasks.task import Reopening, Reward
-from ramet.tasks.verdicts import Raised, Verdicts, name_of, settle
+from ramet.tasks.verdicts import FAILURES, Raised, Verdicts, name_of, settle
 from ramet.types import Outcome, Sample
 
 THREADS = 512
@@ -25,8 +26,8 @@ class Judge:
 
     A number is a score, None abstains, a mapping of names to numbers is added up, an `Outcome` keeps what it says. A
     reward that raises costs its own sample: an `Outcome.error` with the reason. A value that is no reward (not finite,
-    of the wrong type, a list, or other names than before) is a mistake in the program: `RewardError`, at once, naming
-    the function and the sample.
+    of the wrong type, a list, or other names than before) is a mistake in the program, and so is a call of `sys.exit`:
+    `RewardError`, at once, naming the function and the sample. Each call sees copies of the row and the messages.
 
     Called with samples, sync rewards run one after another, in the thread of the caller. Async ones run together, in
     one event loop for the life of the judge, on a thread of its own: a client or a semaphore may serve all calls.
@@ -140,15 +141,15 @@ def _is_async(reward: Reward) -> bool:
 
 def _call(reward: Reward, sample: Sample) -> Any:
     try:
-        return reward(sample)
-    except (Exception, asyncio.CancelledError) as error:  # what the user's function raises costs its own sample
+        return reward(own_sample(sample))
+    except FAILURES as error:  # for whoever reads the verdict
         return Raised(error)
 
 
 def _call_to_the_end(reward: Reward, sample: Sample) -> Any:
     try:
         return _call(reward, sample)
-    except BaseException as error:  # an exit is for whoever waits for the outcome
+    except BaseException as error:  # Ctrl-C is for whoever waits for the outcome
         return Raised(error)
 
 

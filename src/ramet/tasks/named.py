@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ramet.errors import ConfigError, nearest
+from ramet.errors import ConfigError, RametError, nearest
 
 
 def load(name: str, what: str) -> Any:
@@ -59,6 +59,8 @@ def _run_file(path: Path, name: str, what: str) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:  # as above
         del sys.modules[module_name]
+        if isinstance(error, RametError):  # a task that is none says what is wrong with it, and what to do
+            raise ConfigError(f'the {what} "{name}": running {path}: {error.message}', hint=error.hint) from error
         raise ConfigError(f'the {what} "{name}": running {path} failed with {type(error).__name__}: {error}') from error
     return module
 

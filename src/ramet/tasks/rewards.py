@@ -11,7 +11,7 @@ from typing import Any
 
 from ramet.errors import ConfigError
 from ramet.tasks.task import Reopening, Reward
-from ramet.tasks.verdicts import Raised, Verdicts, name_of, settle
+from ramet.tasks.verdicts import FAILURES, Raised, Verdicts, name_of, settle
 from ramet.types import Outcome, OutcomeKind, Sample
 
 
@@ -57,7 +57,7 @@ class _Weighted(Reopening):
         for name, reward in self._rewards.items():
             try:
                 values[name] = reward(sample)
-            except Exception as error:  # it costs this sample, and says which part it was
+            except FAILURES as error:  # it says which part it was
                 values[name] = Raised(error)
         if any(inspect.isawaitable(value) for value in values.values()):
             return self._awaited(values, sample)

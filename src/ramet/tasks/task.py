@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from ramet.errors import ConfigError
+from ramet.errors import ConfigError, RewardError
 from ramet.types import Episode, Message, Outcome, Sample
 
 Row: TypeAlias = Mapping[str, Any]
@@ -58,22 +58,30 @@ class Task:
     has a `close` method. `player` plays the reference: it returns what the model should write next.
 
     A turn that a limit cuts (its new tokens, the context) ends the episode, and there is no reply to it. Raises
-    `ConfigError` for a number of turns below 1 and for what is no function.
+    `ConfigError` for a number of turns below 1, for rows that are no list and for what is no function,
+    `RewardError` for a score that is none.
     """
 
     name: str
     train: Sequence[Row]
     held_out: Sequence[Row]
     score: Reward
-    answer: Callable[[Row], str] | None = None
+    answer: Callable[[Row], str | Awaitable[str]] | None = None
     chance: float | None = None
     begin: Begin | None = None
     reply: Reply | None = None
     tools: Sequence[Any] = ()
     max_turns: int = 1
-    player: Callable[[Episode], str] | None = None
+    player: Callable[[Episode], str | Awaitable[str]] | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise ConfigError(f"a task's name must be text: found {self.name!r}", hint='Task("sums", ...)')
+        for half in ("train", "held_out"):
+            _refuse_no_rows(self.name, half, getattr(self, half))
+        if not callable(self.score):
+            found = type(self.score).__name__
+            raise RewardError(f"task {self.name}: score, the reward, must be a function of a sample: found {found}")
         if isinstance(self.max_turns, bool) or not isinstance(self.max_turns, int) or self.max_turns < 1:
             raise ConfigError(
                 f"task {self.name}: max_turns must be a whole number from 1 on: found {self.max_turns!r}",
@@ -84,10 +92,20 @@ class Task:
                 f"task {self.name}: tools must be a list of functions: found {type(self.tools).__name__}",
                 hint="put a single one into a list",
             )
-        for field in ("reply", "begin", "player", "answer"):  # a `Judge` looks at the score
+        for field in ("reply", "begin", "player", "answer"):
             value = getattr(self, field)
             if not callable(value) and value is not None:
                 raise ConfigError(f"task {self.name}: {field} must be a function: found {type(value).__name__}")
+
+
+def _refuse_no_rows(task: str, half: str, rows: object) -> None:
+    """Raise `ConfigError` for what is no list of rows: it is gone through more often than once."""
+    plain = isinstance(rows, (str, bytes, Mapping))
+    if plain or not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
+        raise ConfigError(
+            f"task {task}: {half} must be a list of rows: found {type(rows).__name__}",
+            hint="where there are none, give []" if rows is None else "list(...) makes one of what yields rows",
+        )
 
 
 def rng_of(seed: int, prompt: int) -> random.Random:

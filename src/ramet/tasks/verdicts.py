@@ -11,6 +11,9 @@ from typing import Any
 from ramet.errors import RewardError
 from ramet.types import InvalidOutcome, Outcome, Sample
 
+FAILURES = (Exception, asyncio.CancelledError, GeneratorExit, SystemExit)
+"""What a function of a task may raise that is told to whoever reads its value; Ctrl-C ends all at once."""
+
 
 class Raised:
     """What a reward raised, told apart from an exception that it returned."""
@@ -43,7 +46,7 @@ class Verdicts:
     def outcome(self, value: Any, sample: Sample) -> Outcome:
         """Return the outcome that `value` stands for.
 
-        Raises `RewardError` for what is no reward, and what a reward raised to end the program.
+        Raises `RewardError` for what is no reward and for a reward that called `sys.exit`; Ctrl-C is raised as it is.
         """
         if isinstance(value, Raised):
             return self._of_error(value.error, sample)
@@ -58,7 +61,13 @@ class Verdicts:
         return Outcome.scored(self._number(value, sample, expected))
 
     def _of_error(self, error: BaseException, sample: Sample) -> Outcome:
-        if not isinstance(error, (Exception, asyncio.CancelledError)) or isinstance(error, RewardError):
+        if isinstance(error, SystemExit):
+            raise RewardError(
+                f"reward {self.name} called {exit_call(error)}, group {sample.group}, member {sample.member}: "
+                "expected a value",
+                hint=NO_EXIT,
+            ) from error
+        if not isinstance(error, FAILURES) or isinstance(error, RewardError):
             raise error
         if isinstance(error, InvalidOutcome):
             raise self.mistake(f"a valid outcome: {error}", sample) from error
@@ -105,6 +114,18 @@ class Verdicts:
         )
 
 
+NO_EXIT = "a task can not end the run: return None, or raise an error, which costs this rollout alone"
+
+
+def exit_call(error: SystemExit) -> str:
+    """Return the call that raised `error`.
+
+    >>> exit_call(SystemExit(3)), exit_call(SystemExit())
+    ('sys.exit(3)', 'sys.exit()')
+    """
+    return f"sys.exit({'' if error.code is None else repr(error.code)[:80]})"
+
+
 def name_of(reward: Any) -> str:
-    """Return what to call a reward in messages."""
+    """Return what to call a reward, or another function of a task, in messages."""
     return str(getattr(reward, "__qualname__", type(reward).__qualname__))

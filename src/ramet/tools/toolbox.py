@@ -163,7 +163,7 @@ def _called(call: Callable[..., Any], arguments: Mapping[str, Any], episode: Epi
 async def _text_of(work: Awaitable[Any]) -> str:
     try:
         return _written(await work)
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit, GeneratorExit) as error:
         return _reason(error)
 
 

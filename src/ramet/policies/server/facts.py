@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -23,6 +23,9 @@ WRITTEN = "The 12 quick foxes (say, in May) jumped:\n\n\t- 2+2=4; naïve 你好 
 """A text that few tokenizers take apart in one way."""
 UNKNOWN = (400, 404, 405, 415, 422, 501)
 """Statuses with which a server says that it does not know such a request; others are about this caller."""
+NO_CHAT = (401, 403, 404, 405, 501)
+"""Statuses of who takes no messages, or not from this caller, whatever is in them."""
+ADDRESS = "is a server of models there, and is its address right?"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,7 @@ async def find_out(ask: Ask, model: str, api: Api, vocabulary: int | None = None
     """Ask a server what it serves, and let it sample some tokens; `ServerError` where it can not do what it must."""
     context, known = await _served(ask, model)
     if api == "text":
+        await _refuse_no_chat(ask, model, known)
         return ServerFacts(False, "its text alone was asked for", context=context)
     sampling = Sampling(PROBED, top_k=1)
     body = {**tokens_body(model, [0, 1, 2, 3], sampling, 0, limit=PROBED), "logprobs": 2}
@@ -58,6 +62,7 @@ async def find_out(ask: Ask, model: str, api: Api, vocabulary: int | None = None
         if api == "tokens" or error.status not in UNKNOWN or served:
             hint = error.hint or 'use vLLM, or take the text alone with api="text"'
             raise ServerError(f"the server completes no token ids: {error.message}{served}", hint=hint) from error
+        await _refuse_no_chat(ask, model, known)
         return ServerFacts(False, f"it completes no token ids ({error.message})", context=context)
     missing = has_tokens(answer)
     if missing and api == "tokens":
@@ -68,6 +73,26 @@ async def find_out(ask: Ask, model: str, api: Api, vocabulary: int | None = None
     label = await label_of(ask)
     precision, method = (None, PLAIN) if label is None else await settings_of(ask)
     return ServerFacts(True, "", is_processed(answer), context, label, precision, method)
+
+
+async def _refuse_no_chat(ask: Ask, model: str, known: Sequence[str]) -> None:
+    """Raise `ServerError` where what lists no models answers no messages either: it is no server of models.
+
+    What it says of this one message, that it is too short or asks for too little, is left to the rows themselves.
+    """
+    if known:
+        return
+    body = {"model": model, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1, "stream": False}
+    try:
+        answer = await ask("POST", "/v1/chat/completions", body)
+    except RefusedError as error:
+        if error.status in NO_CHAT or 300 <= error.status < 400:
+            said = error.message.partition(": <")[0]  # a page says nothing that the status does not
+            hint = error.hint or ADDRESS
+            raise ServerError(f"this is no server of models for this caller: {said}", hint=hint) from error
+        return
+    if not (isinstance(answer, dict) and isinstance(answer.get("choices"), list)):
+        raise ServerError("this is no server of models: its answer to a message has no choices", hint=ADDRESS)
 
 
 async def refuse_another_tokenizer(ask: Ask, model: str, tokenizer: PreTrainedTokenizerBase) -> None:
