@@ -39,3 +39,13 @@ def test_in_another_thread_nothing_changes() -> None:
     thread.start()
     thread.join()
     assert found == [signal.getsignal(signal.SIGTERM)]
+
+
+def test_where_ctrl_c_is_ignored_a_scheduler_is_heard() -> None:
+    """A command that a script starts with & ignores Ctrl-C from its beginning."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with pytest.raises(KeyboardInterrupt), termination_as_interrupt():
+            signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -40,8 +40,16 @@ def termination_as_interrupt() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    previous = signal.signal(signal.SIGTERM, lambda number, frame: signal.raise_signal(signal.SIGINT))
+    previous = signal.signal(signal.SIGTERM, _as_interrupt)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, previous or signal.SIG_DFL)
+
+
+def _as_interrupt(number: int, frame: Any) -> None:
+    """Do what Ctrl-C does; where that is ignored, as behind `&` in a script, end at once."""
+    handler = signal.getsignal(signal.SIGINT)
+    if not callable(handler):
+        raise KeyboardInterrupt
+    handler(signal.SIGINT, frame)

@@ -181,7 +181,7 @@ def collect(
 
 
 def _check_keys(env: EnvBase, state: TensorDictBase) -> None:
-    if state.get(Key.TOKENS, None) is None or env.action_keys != [Key.RESPONSE]:
+    if Key.TOKENS not in state.keys() or env.action_keys != [Key.RESPONSE]:  # noqa: SIM118
         raise KeyError(
             f"collect reads {Key.TOKENS!r} and writes {Key.RESPONSE!r}: the environment takes {env.action_keys} and "
             f"shows {sorted(map(str, state.keys()))}; name its keys so (ChatEnv: observation_key, action_key; LLMEnv: "

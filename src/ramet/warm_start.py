@@ -25,7 +25,7 @@ from ramet.rollouts import Playing, Turns
 from ramet.scoring import score
 from ramet.tasks import Task
 from ramet.tasks.copies import own
-from ramet.tasks.verdicts import Raised
+from ramet.tasks.verdicts import FAILURES, Raised
 from ramet.types import Key, Kind, Sampling, StopReason
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ def _written(task: Task, rows: Sequence[Row]) -> Iterator[str]:
             if isinstance(value, Raised):
                 raise value.error
             yield as_text(value)
-        except (Exception, SystemExit) as error:
+        except FAILURES as error:
             raise ConfigError(
                 f"a warm start imitates the reference answers of the task {task.name}, and that of the training row "
                 f"{number} failed: {type(error).__name__}: {error}",

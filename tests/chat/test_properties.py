@@ -13,9 +13,12 @@ from hypothesis import strategies as st
 from tests.chat.conformance import FAMILIES, TOOLS, Family, tokenizer_of
 from tests.chat.measured import ROUNDS, held, rendered, scenarios
 from tests.chat.oracle import PlainConversation
+from tokenizers import AddedToken
+from transformers import PreTrainedTokenizerBase
 
 from ramet.chat import ChatTemplate, Conversation
 from ramet.errors import DataError
+from ramet.models.tiny import tiny_tokenizer
 from ramet.types import Kind, Message
 
 OWN = [family for family in FAMILIES if not family.package]
@@ -228,3 +231,23 @@ def test_an_answer_that_looks_like_the_beginning_of_a_token_of_the_templates_is_
     talk.reply([{"role": "user", "content": "!"}])
     assert len(talk.forks) == 1
     assert held(talk) == rendered(template, talk._settled, [], tokenize=True)
+
+
+def test_nor_for_a_token_that_is_no_special_one_but_a_text_of_its_own() -> None:
+    tokenizer = tokenizer_of_characters_with("<think>")
+    talk = Conversation(ChatTemplate(tokenizer), [{"role": "user", "content": "?"}])
+    talk.answer(tokenizer("<", add_special_tokens=False)["input_ids"], [-1.0], 0, ended=False)
+    talk.reply([{"role": "user", "content": "!"}])
+    assert len(talk.forks) == 1
+    assert talk.verify() is None
+
+
+def tokenizer_of_characters_with(text: str) -> PreTrainedTokenizerBase:
+    """One token a character, and one for `text`, which the template writes in front of what was said."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False)])
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}:{% if m.role == 'assistant' %}" + text + "{% endif %}{{ m.content }}\n"
+        "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    return tokenizer

@@ -177,7 +177,7 @@ UNREAD = "for its only turn is over: set max_turns, which is 1, to 2 or more"
 
 @pytest.mark.parametrize(
     ("parts", "by"),
-    [({"tools": (add,)}, "a tool"), ({"reply": guess, "begin": begun}, "reply"), ({"reply": lambda e: "no"}, "reply")],
+    [({"reply": guess, "begin": begun}, "reply"), ({"reply": lambda e: "no"}, "reply")],
 )
 def test_what_comes_back_after_the_only_turn_is_never_read(parts: dict[str, Any], by: str) -> None:
     report = check_task(replace(sound(), **parts), episodes=6)
@@ -185,6 +185,20 @@ def test_what_comes_back_after_the_only_turn_is_never_read(parts: dict[str, Any]
         ("episodes", f"the model never reads what {by} says, {UNREAD}")
     ]
     assert failed(replace(sound(), **{**parts, "max_turns": 2})) == []
+
+
+def test_a_call_may_be_all_that_is_asked_for() -> None:
+    """A task that judges the call itself takes one turn, and what the tool answers is for nobody."""
+    call = "[add(a=1, b=2)]"
+
+    def called(sample: Sample) -> float:
+        return float(any(message.get("tool_calls") for message in sample.messages))
+
+    rows = [{"prompt": f"add {number} and 2"} for number in range(4)]
+    task = Task("calls", rows[:3], rows[3:], called, tools=(add,), player=lambda episode: call)
+    found = {finding.name: finding for finding in check_task(task, episodes=3).findings}
+    assert found["episodes"].passed
+    assert found["reference"].passed, found["reference"].detail
 
 
 def test_a_reply_that_ends_each_episode_after_its_only_turn_is_fine() -> None:

@@ -202,7 +202,7 @@ def test_episodes_that_disturb_each_other_fail_one_check_alone(name: str) -> Non
 def test_a_row_that_an_episode_changes_is_named() -> None:
     report = check_task(sums(reply=counts_in_the_row), episodes=4)
     (finding,) = [finding for finding in report.findings if finding.passed is False]
-    assert "the episode changed its row, which all episodes of it share" in finding.detail
+    assert "a function changed its copy of the row: what it writes there is lost after the call" in finding.detail
 
 
 def test_a_task_that_keeps_all_to_itself_passes() -> None:

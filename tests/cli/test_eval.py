@@ -599,3 +599,10 @@ def test_lines_come_from_a_pipe_without_a_prompt(
     with pytest.raises(EOFError):
         read_line()
     assert capsys.readouterr().out == ""
+
+
+def test_a_folder_that_can_not_be_made_since_one_above_is_no_folder_is_told(at: Path) -> None:
+    (at / "away").symlink_to(at / "no such disk")
+    done = evaluate("mine.py:members", "--policy", "reference", "--problems", "1", "--runs", "away")
+    assert done.exit_code == 2
+    assert "the folder away/e can not be made" in done.output

@@ -384,3 +384,26 @@ def test_versions_are_those_of_the_weights_that_made_each_turn() -> None:
     assert versions == [0, 0, 1, 1, 2, 2]
     assert forest.rollouts[0].versions.tolist() == [-1, -1, 3, 3, -1, 4, 4, -1, 5, 5]
     assert torch.equal(forest.sampled([0]).versions, torch.tensor([3, 3, 4, 4, 5, 5], dtype=torch.int32))
+
+
+def test_what_a_reply_changes_in_the_messages_the_policy_never_sees() -> None:
+    """The model is asked with what it has written, whatever a function writes over it."""
+    asked: list[list[Any]] = []
+
+    def write(request: Request) -> list[int]:
+        asked.append([dict(message) for message in request.messages])
+        return [*ids("yes"), EOS]
+
+    def reply(episode: Episode) -> str | None:
+        episode.messages[-1]["content"] = "CHANGED"
+        return "go on" if episode.turns == 1 else None
+
+    (one,) = play_episodes(
+        task(reply=reply),
+        ScriptedPolicy(write, eos_token_id=EOS),
+        [Start({"prompt": "ab"}, 0)],
+        template=PLAIN,
+        rules=RULES,
+    )
+    assert [message["content"] for message in asked[1]] == ["ab", "yes", "go on"]
+    assert one.sample.completion == "yes"

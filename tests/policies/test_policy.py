@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import LazyStackedTensorDict, TensorDict
 
 from ramet import ragged
 from ramet.errors import ModelError
@@ -102,3 +102,10 @@ def test_an_actor_takes_a_single_row() -> None:
     out = Actor(Recorder(), Sampling(max_new_tokens=5))(td)
     assert out[Key.RESPONSE].tolist() == [6, 6]
     assert out["turn"].shape == ()
+
+
+def test_an_actor_takes_a_lazy_stack_of_rows_of_different_lengths() -> None:
+    rows = [TensorDict({Key.TOKENS: torch.tensor(ids)}, []) for ids in ([1, 2, 3], [4])]
+    policy = Recorder()
+    out = Actor(policy, Sampling(max_new_tokens=5))(LazyStackedTensorDict(*rows))
+    assert [row.tolist() for row in ragged.rows(out, Key.RESPONSE)] == [[3, 3], [4, 4]]

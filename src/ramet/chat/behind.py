@@ -104,15 +104,14 @@ def ids_behind(encode: Encode, text: str, front: str) -> list[int]:
     return encode(text)
 
 
-def splits_a_special_token(template: object, before: str, behind: str) -> bool:
-    """Say whether a special token of the template's tokenizer stands across the place between two texts."""
+def splits_an_added_token(template: object, before: str, behind: str) -> bool:
+    """Say whether a token that is a text of its own, special or not, stands across the place between two texts."""
     tokenizer: PreTrainedTokenizerBase | None = getattr(template, "tokenizer", None)
     if tokenizer is None or not before or not behind:
         return False
     return any(
         before.endswith(token.content[:cut]) and behind.startswith(token.content[cut:])
         for token in tokenizer.added_tokens_decoder.values()
-        if token.special
         for cut in range(1, len(token.content))
     )
 

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ramet.chat.behind import same_beginning, splits_a_special_token
+from ramet.chat.behind import same_beginning, splits_an_added_token
 from ramet.chat.pieces import Fork, Parting, Piece
 from ramet.chat.seams import SENTINEL, History, Round
 from ramet.chat.template import Schemas, Template
@@ -232,11 +232,11 @@ class Conversation:
     def _seam_of(self, turn: _Turn, whole: str) -> str | None:
         """Return what stands in `whole` behind the content of the turn; None where it does not begin with the piece.
 
-        Nor does it where the two are alike up to a place inside a special token of the template's, by accident.
+        Nor does it where the two are alike up to a place inside a token such as `<think>`, by accident.
         """
         known = self.text
         known = known[: len(known) - len(turn.end)]
-        if not whole.startswith(known) or splits_a_special_token(self.template, known, whole[len(known) :]):
+        if not whole.startswith(known) or splits_an_added_token(self.template, known, whole[len(known) :]):
             return None
         return whole[len(known) :]
 
@@ -304,7 +304,7 @@ class Conversation:
             if segment.text > common or not segment.faithful:
                 break
             same += 1
-        while same and splits_a_special_token(
+        while same and splits_an_added_token(
             self.template, whole[: self._segments[same - 1].text], whole[self._segments[same - 1].text :]
         ):
             same -= 1

@@ -128,8 +128,6 @@ class _Check:
         tools = self._tools()
         if tools.passed is False:
             return [tools]
-        if self.task.tools and self.task.max_turns == 1:
-            self.faults["episodes"].append(_unread("a tool"))
         hung = None
         with StandIn(self.task, seed=self.seed, limits=self.limits) as stand_in:
             try:
@@ -251,10 +249,10 @@ class _Check:
         """Note what is wrong with an episode, and return it."""
         said, outcome = f"{shown_row(shown.row)}: {shown.written[-1:]!r:.120}", shown.outcome
         if shown.changed and not self.changed:
-            shares = "the episode changed its row, which all episodes of it share"
-            self.changed = f"{said}: {shares}: what it writes there is lost after the call, the state keeps it"
+            changed = "a function changed its copy of the row"
+            self.changed = f"{said}: {changed}: what it writes there is lost after the call, the state keeps it"
         cut = shown.played is not None and shown.played.stop is StopReason.TURNS
-        if cut and self.task.max_turns == 1 and not self.faults["episodes"]:
+        if cut and self.task.reply is not None and self.task.max_turns == 1 and not self.faults["episodes"]:
             self.faults["episodes"].append(_unread("reply"))
         if shown.broken:
             self.faults["episodes"].append(f"{shown_row(shown.row)}: {shown.broken}, after {shown.written[-1:]!r:.120}")

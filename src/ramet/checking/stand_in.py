@@ -177,8 +177,10 @@ class StandIn:
                 if isinstance(error, RewardError):
                     one.no_reward = error.message
                 else:
-                    doing = "reply" if isinstance(error, WrongReply) else self.doing
-                    one.broken = f"{doing} raised {type(error).__name__}: {error}"
+                    one.broken = f"{self.doing} raised {type(error).__name__}: {error}"
+                    if isinstance(error, WrongReply):
+                        said = error.message
+                        one.broken = said if said.startswith("begin ") else f"reply raised WrongReply: {error}"
             return shown
         for one, each, row in zip(shown, played, watched, strict=True):
             one.played, one.changed = each, any(key_of(copied) != key_of(row) for copied in row.copies)

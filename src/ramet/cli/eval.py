@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
 import re
 import shutil
 import time
@@ -123,7 +124,8 @@ def run(
     write(folder / "summary.json", text + "\n")
     if measure.split == "held-out" and _shared(task):
         click.echo("warning: held-out rows are training rows as well, and a model trained on them knows them", err=True)
-    if who.stand is None and not any(record["completion"] for record in records):
+    answered = [record for record in records if record["score"] is not None]
+    if who.stand is None and answered and not any(record["completion"] for record in answered):
         click.echo("warning: every answer was empty: rollouts.jsonl shows how each turn ended", err=True)
     code = tell(summary["reasons"], records)
     if as_json:
@@ -228,6 +230,10 @@ def _new_folder(runs: Path, name: str | None, task: str) -> Path:
             folder.mkdir(parents=True)
             return folder
         except FileExistsError as error:
+            if not os.path.lexists(folder):  # one above it is no folder, such as a link to a disk that is away
+                raise ConfigError(
+                    f"the folder {folder} can not be made: {error}", hint="give --runs and --name"
+                ) from error
             if name is not None:
                 raise RunExists(f"the folder {folder} is there already", hint=OTHER) from error
         except OSError as error:

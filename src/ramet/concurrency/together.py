@@ -21,9 +21,13 @@ async def together(works: Sequence[Callable[[], Coroutine[Any, Any, T]]]) -> lis
 
 
 async def cancelled(tasks: Sequence[asyncio.Task[Any]]) -> None:
-    """Cancel what is not done and wait for its end; what it raises by then is of no interest."""
+    """Cancel what is not done and wait for its end; what it raises by then is of no interest.
+
+    What has been told to end already is not told again: that would break off its cleaning up.
+    """
     for task in tasks:
-        task.cancel()
+        if not task.cancelling():
+            task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+from functools import partial
 from threading import Lock
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from ramet.concurrency import Calls
+from ramet.concurrency import Calls, Exit, without_exits
 
 SECONDS = 30.0
 """How long closing may take before it is given up: it holds up no run."""
+GRACE = 5.0
+"""How long whoever is cancelled waits for it."""
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -62,17 +65,21 @@ class Keeper:
         return kept
 
     async def close(self, call: Calls) -> None:
-        """Close what is held; where that fails nothing is lost but what it held, and a warning is logged."""
+        """Close what is held; where that fails nothing is lost but what it held, and a warning is logged.
+
+        Whoever is cancelled meanwhile, as all are where one of them ends the run, waits for the end of it first.
+        """
         kept = self.take()
-        if isinstance(kept, Closing):
-            try:
-                async with asyncio.timeout(SECONDS):
-                    await call(kept.close)
-            except (Exception, asyncio.CancelledError, SystemExit) as error:
-                task = asyncio.current_task()
-                if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
-                    raise
-                _log.warning("the state of an episode could not be closed: %s: %s", type(error).__name__, error)
+        if not isinstance(kept, Closing):
+            return
+        closing = asyncio.ensure_future(without_exits(partial(_close, kept, call)))
+        try:
+            await asyncio.shield(closing)
+        except asyncio.CancelledError:
+            await asyncio.wait({closing}, timeout=GRACE)
+            raise
+        except Exit as exit_:
+            raise exit_.error from None
 
     def _close_late(self, made: Closing) -> None:
         try:
@@ -81,3 +88,14 @@ class Keeper:
             made.close()
         except Exception as error:
             _log.warning("the state of an episode could not be closed: %s: %s", type(error).__name__, error)
+
+
+async def _close(kept: Closing, call: Calls) -> None:
+    try:
+        async with asyncio.timeout(SECONDS):
+            await call(kept.close)
+    except (Exception, asyncio.CancelledError, SystemExit) as error:
+        task = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+            raise
+        _log.warning("the state of an episode could not be closed: %s: %s", type(error).__name__, error)

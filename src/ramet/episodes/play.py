@@ -15,7 +15,7 @@ from ramet.chat import ChatTemplate, Conversation, Piece, PlainTemplate, Templat
 from ramet.concurrency import Calling, Calls, Threads, by_threads, together
 from ramet.episodes.keeper import Keeper
 from ramet.episodes.played import Played, Rules, Speech, Start
-from ramet.errors import DataError, ModelError, ServerGone
+from ramet.errors import DataError, ModelError, RametError, ServerGone
 from ramet.tasks.copies import own
 from ramet.tasks.judge import Judge
 from ramet.tasks.replies import WrongReply, as_messages, left
@@ -173,7 +173,8 @@ class _OneEpisode:
                 raise
             if clock.expired():
                 return StopReason.TIMEOUT, Outcome.timed_out(f"{self._doing}: the episode took over {limit:g} s")
-            reason = f"{self._doing}: {type(error).__name__}: {error}"
+            said = error.message if isinstance(error, RametError) else str(error)
+            reason = f"{self._doing}: {type(error).__name__}: {said}"
             timed_out = isinstance(error, TimeoutError)
             return StopReason.ERROR, Outcome.timed_out(reason) if timed_out else Outcome.error(reason)
 
@@ -197,7 +198,7 @@ class _OneEpisode:
             replies = await self._replies(message)
             if replies is None:
                 return completion.stop
-            episode.messages.extend(replies)
+            episode.messages.extend(own(replies))
             if turn + 1 < stage.max_turns:
                 self._doing = "the messages of the reply"
                 talk.reply(replies)
@@ -285,7 +286,7 @@ class _OneEpisode:
         )
         self._last = completion
         self._episode.turns += 1
-        self._episode.messages.append(message)
+        self._episode.messages.append(own(message))
         return message
 
     def _ended(self, completion: Completion) -> bool:

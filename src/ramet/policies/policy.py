@@ -47,7 +47,7 @@ class Actor:
 
     def __call__(self, td: TensorDictBase) -> TensorDictBase:
         """Return `td` with the policy's response in it. Rows that are already `done` get an empty response."""
-        if td.get(Key.TOKENS, None) is None:
+        if Key.TOKENS not in td.keys():  # noqa: SIM118 (a TensorDict iterates over its rows)
             raise KeyError(
                 f"an Actor reads {Key.TOKENS!r} and writes {Key.RESPONSE!r}: there are {sorted(map(str, td.keys()))}; "
                 "name the environment's keys so (ChatEnv: observation_key, action_key; LLMEnv: from_text=False)"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from ramet.concurrency import Calls, EventLoop, Threads, by_threads
 from ramet.errors import ConfigError, ModelError
@@ -15,12 +16,14 @@ from ramet.policies.person import typed
 from ramet.policies.policy import Policy
 from ramet.tasks.copies import Marked, own
 from ramet.tasks.task import Begin, Row, Task
+from ramet.tasks.verdicts import FAILURES
 from ramet.types import Completion, Episode, Request
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-T = TypeVar("T")
+THREADS = 512
+"""How many calls of sync references may be under way at once."""
 
 
 class ReferencePolicy(Policy):
@@ -59,7 +62,7 @@ class ReferencePolicy(Policy):
         self.task = dataclasses.replace(task, begin=noting(task.begin, self._note))
         self.tokenizer = tokenizer
         self._original = task
-        self._calls = Calls(_in_a_thread)
+        self._calls = Calls(by_threads(Threads(THREADS, "ramet reference")))
         self._episodes: dict[tuple[int, int], Episode] = {}
 
     def row_of(self, row: Mapping[str, Any], *, group: int, member: int) -> Mapping[str, Any]:
@@ -92,7 +95,7 @@ class ReferencePolicy(Policy):
                 return as_text(await self._calls(task.player, episode))
             assert task.answer is not None
             return as_text(await self._calls(task.answer, episode.row))
-        except (Exception, SystemExit) as error:  # a task may be anybody's
+        except FAILURES as error:  # a task may be anybody's
             raise ModelError(
                 f"the reference of the task {task.name} failed at turn {episode.turns + 1} of row "
                 f"{request.draw.prompt}: {type(error).__name__}: {error}",
@@ -131,20 +134,11 @@ def noting(
             begins()
             return noted(row, rng, None if begin is None else await begin(row, rng))
 
-        return begun
+        return begun if begin is None else functools.update_wrapper(begun, begin)
 
     def begun_in_thread(row: Row, rng: random.Random) -> Any:
         begins()
         state = begin(row, rng)
         return later(row, rng, state) if inspect.isawaitable(state) else noted(row, rng, state)
 
-    return begun_in_thread
-
-
-async def _in_a_thread(function: Callable[[], T], /) -> T:
-    """Call a sync function in a thread of its own, which ends with it."""
-    threads = Threads(1, "ramet reference")
-    try:
-        return await by_threads(threads)(function)
-    finally:
-        threads.shutdown(wait=False)
+    return functools.update_wrapper(begun_in_thread, begin)
