@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from pathlib import Path
@@ -28,3 +29,13 @@ def there(path: Path) -> None:
     while not path.exists():
         assert time.monotonic() < end
         time.sleep(0.005)
+
+
+def children_of(parent: int) -> list[int]:
+    """Return the processes that a process has started, and that are still there."""
+    while True:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread ended: another has its children now
+            tasks = list(Path(f"/proc/{parent}/task").iterdir())
+            return [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
+        if not Path(f"/proc/{parent}").exists():
+            return []

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from tests.concurrency.ends import children_of
 
 pytest.importorskip("mcp")
 
@@ -31,8 +32,7 @@ def threads() -> list[str]:
 
 def children() -> Sequence[str]:
     """Return the processes that this one started and that still run."""
-    own = Path(f"/proc/{os.getpid()}/task")
-    return [pid for task in own.iterdir() for pid in (task / "children").read_text().split()]
+    return [str(pid) for pid in children_of(os.getpid())]
 
 
 def test_its_tools_are_tools_from_any_event_loop() -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.concurrency.ends import children_of
 
 from ramet.tools import Toolbox, confined, python_tool, run_python
 from ramet.tools import python as sandbox
@@ -402,12 +403,6 @@ def test_the_tool_answers_many_rows() -> None:
     assert fault == "error: python can not take these arguments: code: Field required"
 
 
-def own_children(parent: int) -> list[int]:
-    """Return the processes that a process has started, and that are still there."""
-    tasks = Path(f"/proc/{parent}/task").iterdir()
-    return [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
-
-
 def has_ended(pid: int) -> bool:
     """Wait for a process that is to end; a zombie has."""
     for _ in range(1000):
@@ -425,7 +420,7 @@ def test_a_call_that_is_late_is_ended_and_one_that_waits_never_begins() -> None:
         async with Toolbox([python_tool(seconds=60, at_once=1)], timeout=0.5) as box:
             calls = [ToolCall("python", {"code": "import time; time.sleep(60)"})] * 3
             answers = [message["content"] for message in await box.run(calls, EPISODE)]
-            assert all(has_ended(pid) for pid in own_children(os.getpid()))
+            assert all(has_ended(pid) for pid in children_of(os.getpid()))
             quick = await Toolbox(list(box.tools.values()), timeout=30).run([ToolCall("python", {"code": ""})], EPISODE)
             return [*answers, quick[0]["content"]]
 
@@ -439,7 +434,7 @@ def test_it_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
         child = None
         while child is None:
             assert parent.poll() is None
-            for pid in own_children(parent.pid):
+            for pid in children_of(parent.pid):
                 with contextlib.suppress(OSError):
                     if "NoNewPrivs:\t1" in Path(f"/proc/{pid}/status").read_text():
                         child = pid
