@@ -11,6 +11,11 @@ from tests.servers.places import CONTEXT, Running, peaked, vllm
 from ramet.models.tiny import tiny_tokenizer
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run these tests last: other tests look at the processes that there are."""
+    items.sort(key=lambda item: item.get_closest_marker("servers") is not None)
+
+
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the model that the server is started with."""
