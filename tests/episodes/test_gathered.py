@@ -229,12 +229,13 @@ def test_a_thread_of_its_own_ends_with_it() -> None:
 
 def test_closing_ends_a_batch_after_the_row_that_is_decoded() -> None:
     ended: list[int] = []
-    may_go_on = threading.Event()
+    decoding, may_go_on = threading.Event(), threading.Event()
 
     def answers(requests: Sequence[Request]) -> Iterator[Completion]:
         for request in requests:
             yield _completion(request)
             ended.append(request.row)
+            decoding.set()
             may_go_on.wait(30)
 
     async def ask() -> None:
@@ -242,6 +243,7 @@ def test_closing_ends_a_batch_after_the_row_that_is_decoded() -> None:
         gathered.expect(3)
         asking = [asyncio.ensure_future(gathered.answer(_request(row))) for row in range(3)]
         await asking[0]
+        assert await asyncio.to_thread(decoding.wait, 30)  # of the next row
         closing = asyncio.get_running_loop().run_in_executor(None, gathered.close)
         while not gathered._closed:
             await asyncio.sleep(0)
