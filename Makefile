@@ -30,7 +30,7 @@ fix: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/learning.py
-	$(BIN)/python benchmarks/learning.py calculator --seeds 0
+	$(BIN)/python benchmarks/learning.py calculator
 	$(BIN)/python benchmarks/environments.py
 	$(BIN)/python benchmarks/episodes.py
 	$(BIN)/python benchmarks/concurrency.py

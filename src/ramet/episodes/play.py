@@ -108,7 +108,7 @@ async def play(
     """
     # An episode waits for one function at a time, and once more for its state to close: none waits for a thread.
     threads = Threads(2 * max(1, len(starts)), "ramet episode")
-    own = Toolbox(task.tools, timeout=rules.tool_seconds) if toolbox is None and task.tools else None
+    opened = Toolbox(task.tools, timeout=rules.tool_seconds) if toolbox is None and task.tools else None
     try:
         stage = Stage(
             task=task,
@@ -117,7 +117,7 @@ async def play(
             text_template=PlainTemplate(template.tokenizer) if isinstance(template, ChatTemplate) else template,
             tokenizer=template.tokenizer,
             rules=rules,
-            toolbox=toolbox if own is None else own,
+            toolbox=toolbox if opened is None else opened,
             judge=judge,
             call=Calls(call or by_threads(threads)),
             left=left,
@@ -125,8 +125,8 @@ async def play(
         )
         return await together([_OneEpisode(stage, number, start).play for number, start in enumerate(starts)])
     finally:
-        if own is not None:
-            own.close()
+        if opened is not None:
+            opened.close()
         threads.shutdown(wait=False)
 
 

@@ -348,7 +348,7 @@ def _trained(source: _Source, stream: str, count: int | None, most: int) -> tupl
             f"{source.name}: {drawn.draws} gave no distinct problem to train on",
             hint="lower task.options.examples or held_out_size, or widen the dataset's options",
         )
-    if len(drawn.entries) < (count or most):
+    if count is None and len(drawn.entries) < most:
         LOG.warning(
             "%s: %s gave %d distinct problems to train on, fewer than the default of %d",
             source.name,
