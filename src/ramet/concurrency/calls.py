@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import contextvars
 import inspect
 from collections.abc import Awaitable, Callable, Coroutine
@@ -39,7 +38,7 @@ def by_threads(threads: Executor) -> Calling:
 
     async def call(function: Callable[[], T], /) -> T:
         job = Job(function)
-        threads.submit(contextvars.copy_context().run, job.run).add_done_callback(job.refused)
+        threads.submit(contextvars.copy_context().run, job.outcome).add_done_callback(job.ran)
         return await job.result()
 
     return call
@@ -55,23 +54,31 @@ class Job(Generic[T]):
 
     def run(self) -> BaseException | None:
         """Run the function, hand over what it returns or raises, and return what it raised."""
-        value, raised = None, None
+        value, raised = self.outcome()
+        self._hand_over(value, raised)
+        return raised
+
+    def outcome(self) -> tuple[Any, BaseException | None]:
+        """Run the function; return what it returned and what it raised, for `ran` to hand over."""
         try:
-            value = self._function()
+            return self._function(), None
         except BaseException as error:  # for whoever waits, an exit included
-            raised = error
+            return None, error
+
+    def ran(self, done: Future[tuple[Any, BaseException | None]]) -> None:
+        """Hand over what came of `outcome` in a thread, or tell whoever waits that no thread has run it."""
+        if done.cancelled():
+            self._hand_over(None, RuntimeError("the threads are closed"))
+        elif (error := done.exception()) is not None:
+            self._hand_over(None, error)
+        else:
+            self._hand_over(*done.result())
+
+    def _hand_over(self, value: Any, raised: BaseException | None) -> None:
         try:
             self._loop.call_soon_threadsafe(self._settle, value, raised)
         except RuntimeError:  # the loop is closed
             _drop(value)
-        return raised
-
-    def refused(self, done: Future[Any]) -> None:
-        """Tell whoever waits where no thread has run the function."""
-        error = RuntimeError("the threads are closed") if done.cancelled() else done.exception()
-        if error is not None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(self._settle, None, error)
 
     def _settle(self, value: Any, raised: BaseException | None) -> None:
         if not self._future.done():

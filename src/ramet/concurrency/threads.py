@@ -7,11 +7,13 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, TypeAlias, TypeVar
 
 _T = TypeVar("_T")
-_Job: TypeAlias = "tuple[Future[Any], Callable[[], None]]"
+_Settle: TypeAlias = "Callable[[], object]"
+_Job: TypeAlias = "tuple[Future[Any], Callable[[], _Settle]]"
 
 
 class Threads(Executor):
@@ -38,13 +40,13 @@ class Threads(Executor):
         """Return a future of `fn(*args)`; raise `RuntimeError` after `shutdown`."""
         future: Future[_T] = Future()
 
-        def job() -> None:
+        def job() -> _Settle:
             if not future.set_running_or_notify_cancel():
-                return
+                return future.cancelled
             try:
-                future.set_result(fn(*args))
+                return partial(future.set_result, fn(*args))
             except BaseException as error:  # whoever waits is told, even of an exit
-                future.set_exception(error)
+                return partial(future.set_exception, error)
 
         with self._room.lock:
             if self._closed:
@@ -110,13 +112,13 @@ class _Room:
 
     def _begin(self) -> None:
         thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+        self.threads.append(thread)  # before it begins: it is listed whenever a call of its has ended
         try:
             thread.start()
         except RuntimeError as error:  # the machine has no more of them: those that are there do it, if there are any
+            self.threads.remove(thread)
             if not self.threads and (job := self.jobs.get()) is not None:
                 job[0].set_exception(error)
-        else:
-            self.threads.append(thread)
 
     def _serve(self) -> None:
         for _ in range(2):
@@ -128,8 +130,9 @@ class _Room:
         me = threading.current_thread()
         while (job := self.jobs.get()) is not None:
             self.busy.add(me)
-            job[1]()
-            del job  # what it holds is not kept until the next
+            settle = job[1]()
             self.busy.discard(me)
-            self._free.release()
+            self._free.release()  # whoever sees the result finds this thread free
+            settle()
+            del job, settle  # what they hold is not kept until the next
         self.jobs.put(None)  # for the next thread
