@@ -167,10 +167,13 @@ def test_the_settings_of_a_server_reach_it(tmp_path: Path, monkeypatch: pytest.M
     ("overrides", "message"),
     [
         (["rollout.staleness=1"], "needs a server"),
+        ([SERVER, "rollout.lockstep=true"], "a server completes rows as they come"),
         ([SERVER, "rollout.staleness=1", "loss.importance_cap=none"], "older"),
     ],
 )
-def test_staleness_wants_a_server_and_a_correction(tmp_path: Path, overrides: list[str], message: str) -> None:
+def test_staleness_wants_a_server_and_a_correction_and_lockstep_none(
+    tmp_path: Path, overrides: list[str], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         config(tmp_path, *overrides)
 

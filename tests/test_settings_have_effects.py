@@ -28,7 +28,7 @@ from ramet.rollouts import Turns
 from ramet.scoring.check import at_rest
 from ramet.tasks import Task
 from ramet.trainer import Trainer
-from ramet.types import Completion, Request, Sample
+from ramet.types import Completion, Episode, Request, Sample
 
 TOKENIZER = tiny_tokenizer()
 SHAPE = {"hidden_size": 32, "layers": 1, "heads": 2, "intermediate_size": 32, "context": 24}
@@ -178,6 +178,20 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
 
     def complete(self: TransformersPolicy, requests: Sequence[Request]) -> Iterator[Completion]:
         found.extend(requests)
+        return plain(self, requests)
+
+    monkeypatch.setattr(TransformersPolicy, "complete", complete)
+    return found
+
+
+@pytest.fixture
+def batches(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The turns of the requests that reach a policy together."""
+    found: list[list[int]] = []
+    plain = TransformersPolicy.complete
+
+    def complete(self: TransformersPolicy, requests: Sequence[Request]) -> Iterator[Completion]:
+        found.append([request.draw.turn for request in requests])
         return plain(self, requests)
 
     monkeypatch.setattr(TransformersPolicy, "complete", complete)
@@ -604,6 +618,30 @@ def test_what_takes_too_long_is_given_up(tmp_path: Path) -> None:
     assert made.play.rules.tool_seconds == 0.05
 
 
+@shows("rollout.lockstep")
+def test_a_row_goes_on_as_soon_as_it_can_or_with_the_others(tmp_path: Path, batches: list[list[int]]) -> None:
+    """The first reply of all takes until another row has had its second turn; in lockstep, 50 ms."""
+    together: dict[bool, list[list[int]]] = {}
+    for lockstep in (False, True):
+        batches.clear()
+        replies: list[int] = []
+
+        async def reply(episode: Episode, lockstep: bool = lockstep, replies: list[int] = replies) -> str | None:
+            replies.append(episode.turns)
+            if len(replies) == 1:
+                await asyncio.sleep(0.05)
+                while 2 not in replies and not lockstep:
+                    await asyncio.sleep(0.001)
+            return "+" if episode.turns == 1 else None
+
+        given = always_stops(tmp_path / str(lockstep), "steps=1", f"rollout.lockstep={str(lockstep).lower()}")
+        conversations(given, reply=reply, max_turns=2)
+        together[lockstep] = list(batches)
+    assert together[False][0] == [0] * len(together[False][0])
+    assert len(together[False]) > 2
+    assert together[True] == [together[False][0], [turn for batch in together[False][1:] for turn in batch]]
+
+
 @shows("rollout.rewrites")
 def test_a_template_that_rewrites_history_is_followed_or_not(tmp_path: Path) -> None:
     tokenizer = tiny_tokenizer()
@@ -633,6 +671,7 @@ def test_a_template_that_rewrites_history_is_followed_or_not(tmp_path: Path) -> 
         ("rollout.max_turns=2", "max_turns"),
         ("rollout.episode_seconds=2.0", "episode_seconds"),
         ("rollout.tool_seconds=2.0", "tool_seconds"),
+        ("rollout.lockstep=true", "lockstep"),
         ("rollout.rewrites=keep", "rewrites"),
     ],
 )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.test_trainer import assert_same, what_a_run_left
 from torch.nn import functional
 from transformers import LlamaForCausalLM
 
@@ -159,8 +162,12 @@ def talk(episode: Episode) -> Message | None:
 @pytest.mark.parametrize("stopped_after", [1, 2])
 def test_a_run_that_goes_on_ends_as_one_that_was_never_stopped(stopped_after: int, tmp_path: Path) -> None:
     """Weights to the bit, and every record; the environment's random numbers are the episode's own."""
+    lockstep = "rollout.lockstep=true"
     wordy = "rollout.stop=['a', 'b', 'c', 'd', 'e', 'f', 'g', 'h', '1', '2', '3', '4', '5', '6', '7']"
-    given = [config(tmp_path / name, wordy, "checkpoint.every=1", "rollout.max_turns=4") for name in ("whole", "cut")]
+    given = [
+        config(tmp_path / name, wordy, lockstep, "checkpoint.every=1", "rollout.max_turns=4")
+        for name in ("whole", "cut")
+    ]
     spoken = task(reply=talk, tools=[], player=None)
     whole = trainer(given[0], task=spoken).train()
 
@@ -181,3 +188,22 @@ def test_a_run_that_goes_on_ends_as_one_that_was_never_stopped(stopped_after: in
     assert files[0] == files[1]
     turns = [len(record["messages"]) for record in read(whole.folder / "rollouts.jsonl")]
     assert max(turns) > 3
+
+
+def test_in_lockstep_the_same_seed_gives_the_same_bits_however_long_replies_take(tmp_path: Path) -> None:
+    """Three runs, whose replies take no time, or 0 to 80 ms in another order each time."""
+    left = []
+    for name, step in (("at once", 0.0), ("now", 0.02), ("then", 0.04)):
+        times = random.Random(name)
+
+        async def reply(episode: Episode, step: float = step, times: random.Random = times) -> Message | None:
+            await asyncio.sleep(step * times.randrange(3))
+            return talk(episode)
+
+        wordy = "rollout.stop=['a', 'b', 'c', 'd', 'e', 'f', 'g', 'h', '1', '2', '3', '4', '5', '6', '7']"
+        given = config(tmp_path / name, wordy, "rollout.lockstep=true", "rollout.max_turns=4", "evaluation.every=2")
+        trainer(given, task=task(reply=reply, tools=[], player=None)).train()
+        left.append(what_a_run_left(given.folder))
+    assert max(len(record["messages"]) for record in read(given.folder / "rollouts.jsonl")) > 3
+    assert_same(left[1], left[0])
+    assert_same(left[2], left[0])

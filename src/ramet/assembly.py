@@ -334,6 +334,7 @@ def rules_of(config: TrainConfig, sampling: Sampling, *, context: int | None, li
         tool_seconds=rollout.tool_seconds,
         context=context,
         prompt_limit=limit,
+        lockstep=rollout.lockstep,
     )
 
 
@@ -342,7 +343,7 @@ def settled_turns(task: Task, rollout: RolloutConfig) -> RolloutConfig:
     if of_turns(task):
         return rollout.model_copy(update={"max_turns": rollout.max_turns or task.max_turns})
     fields = type(rollout).model_fields
-    for key in ("max_turns", "episode_seconds", "tool_seconds", "rewrites"):
+    for key in ("max_turns", "episode_seconds", "tool_seconds", "lockstep", "rewrites"):
         if getattr(rollout, key) != fields[key].default:
             raise ConfigError(
                 f"rollout.{key} is for tasks with replies or tools: the task {task.name} has one turn and neither",

@@ -124,6 +124,7 @@ def _answers_of(task: Task, tokenizer: PreTrainedTokenizerBase, lessons: Prompts
 
 def _turns_of(play: Turns, lessons: Prompts) -> Teach:
     """Return a teacher that plays whole episodes, with the environment's replies and the tools as they are."""
+    rules = replace(play.rules, lockstep=False)  # the reference answers each row by itself
 
     def teach(td: TensorDict) -> Forest:
         teacher = ReferencePolicy(play.task, play.template.tokenizer)  # it keeps the episodes that it has played
@@ -131,7 +132,7 @@ def _turns_of(play: Turns, lessons: Prompts) -> Teach:
             replace(start, row=teacher.row_of(start.row, group=start.group, member=start.member))
             for start in starts_of(td, lessons.rows)
         ]
-        played = play_episodes(teacher.task, teacher, starts, template=play.template, rules=play.rules)
+        played = play_episodes(teacher.task, teacher, starts, template=play.template, rules=rules)
         for episode in played:
             if episode.stop.truncated or episode.stop is StopReason.ERROR:
                 why = "" if episode.outcome is None else f": {episode.outcome.reason}"

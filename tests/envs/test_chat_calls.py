@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
+import signal
 import threading
 from typing import Any
 
 import pytest
+import torch
+from tensordict import TensorDict
 from tests.envs.chat_templates import assistant, user
 from tests.envs.test_chat import HISTORY, MODES, say
 from tests.envs.test_chat_task import ROWS, begun, on, right, step, task_of
@@ -267,6 +270,29 @@ def test_states_of_functions_in_threads_are_closed_once() -> None:
     assert closed == ["1+1?"]
     env.close()
     assert closed == ["1+1?"]
+
+
+@pytest.mark.parametrize("limit", [None, 20.0])
+def test_ctrl_c_while_states_are_made_closes_those_that_are_there(limit: float | None) -> None:
+    """The first row's state is there when Ctrl-C comes; the second is still being made."""
+    closed: list[str] = []
+
+    class Open:
+        def close(self) -> None:
+            closed.append("one")
+
+    async def begin(row: Any, rng: random.Random) -> Open:
+        if row["prompt"] == ROWS[1]["prompt"]:
+            await asyncio.sleep(0.05)
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            await asyncio.sleep(60)
+        return Open()
+
+    env = ChatEnv(task=task_of(begin=begin), reply_seconds=limit)
+    with pytest.raises(KeyboardInterrupt):
+        env.reset(TensorDict({"prompt_index": torch.arange(2)}, [2]))
+    env.close()
+    assert closed == ["one"]
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

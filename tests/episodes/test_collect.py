@@ -15,7 +15,7 @@ import torch
 from tests.episodes.stage import CALL, CHAT, CHAT_TOKENIZER, EOS, PLAIN, TOKENIZER, ids, saying, task
 
 from ramet.episodes import EventLoop, Played, Rules, Start, WrongReply, collect_episodes, play_episodes, starts_of
-from ramet.errors import ModelError, RewardError
+from ramet.errors import ConfigError, ModelError, RewardError
 from ramet.forest import Forest
 from ramet.policies.policy import Policy
 from ramet.policies.scripted import ScriptedPolicy
@@ -112,6 +112,40 @@ def test_a_policy_with_answers_of_its_own_is_asked_row_by_row() -> None:
     found = play_episodes(task(), served, [Start({"prompt": "a"}, g) for g in range(5)], template=PLAIN, rules=RULES)
     assert served.most == 5
     assert [episode.pieces[0].versions for episode in found] == [[-1, -1, 3, 3]] * 5
+
+
+def test_in_lockstep_a_turn_is_completed_for_all_rows_that_go_on() -> None:
+    """Replies take 0 to 60 ms, in another order each turn; a row ends after each turn but the first."""
+    asked: list[list[int]] = []
+
+    class Kept(Policy):
+        def complete(self, requests: Sequence[Request]) -> Iterator[Completion]:
+            asked.append([request.draw.prompt for request in requests])
+            return _echo().complete(requests)
+
+    async def reply(episode: Episode) -> str | None:
+        number = int(episode.row["number"])
+        await asyncio.sleep(0.02 * ((number + episode.turns) % 4))
+        return "?" if episode.turns <= number else None
+
+    begun = [Start({"prompt": "a", "number": number}, group=number) for number in range(4)]
+    lockstep = Rules(Sampling(8), seed=0, lockstep=True)
+    found = play_episodes(task(reply=reply, max_turns=5), Kept(), begun, template=PLAIN, rules=lockstep)
+    assert asked == [[0, 1, 2, 3], [1, 2, 3], [2, 3], [3]]
+    assert [episode.stop for episode in found] == [StopReason.EOS] * 4
+
+
+def test_lockstep_is_refused_for_a_policy_that_answers_row_by_row() -> None:
+    class Served(Policy):
+        async def answer(self, request: Request) -> Completion:
+            raise AssertionError("not asked")
+
+        complete = answer  # type: ignore[assignment]
+
+    with pytest.raises(ConfigError, match="Served answers each row by itself"):
+        collect_episodes(
+            task(), Served(), [Start({"prompt": "a"}, 0)], sampling=Sampling(8), seed=0, template=PLAIN, lockstep=True
+        )
 
 
 def test_sync_functions_run_at_once_in_threads_that_end() -> None:

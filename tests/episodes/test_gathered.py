@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -90,6 +91,29 @@ def test_a_row_that_is_elsewhere_is_waited_for_a_little_and_no_more() -> None:
     _, seconds = clock.run(ask)
     assert policy.seen == [[1, 2], [3]]
     assert seconds == pytest.approx(9.0)  # the last one is alone, and goes in at once
+
+
+@pytest.mark.parametrize("elsewhere", [0.001, 9.0, 1e5])
+def test_with_endless_patience_only_who_leaves_is_not_waited_for(elsewhere: float) -> None:
+    """Two turns of three rows; the third is away for a while before its second one, and the first leaves then."""
+    policy = Batches()
+
+    async def ask() -> None:
+        gathered = Gathered(policy, start=_inline, patience=math.inf)
+        gathered.expect(3)
+
+        async def row(number: int) -> None:
+            await gathered.answer(_request(number))
+            await asyncio.sleep(elsewhere if number == 3 else 0.0)
+            if number != 1:
+                await gathered.answer(_request(number))
+            gathered.leave()
+
+        await asyncio.gather(row(1), row(2), row(3))
+
+    _, seconds = clock.run(ask)
+    assert policy.seen == [[1, 2, 3], [2, 3]]
+    assert seconds == pytest.approx(elsewhere)
 
 
 def test_a_row_that_leaves_lets_the_others_begin() -> None:

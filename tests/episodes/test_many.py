@@ -286,7 +286,7 @@ def test_the_forest_is_in_the_order_of_the_starts_and_has_a_row_for_each(lines: 
 
 
 @settings(deadline=None, max_examples=40)
-@given(lines=st.lists(LINES, min_size=1, max_size=5), at=st.floats(0, 45))
+@given(lines=st.lists(LINES, min_size=1, max_size=5), at=st.integers(0, 45).map(float) | st.floats(0, 45))
 def test_a_run_that_is_cancelled_leaves_nothing_behind(lines: list[Line], at: float) -> None:
     theatre = Theatre(lines)
 

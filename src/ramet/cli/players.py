@@ -64,7 +64,7 @@ class Who:
             server = tuple(f"server.{key}" for key in asked)
             return (*always, *sampled, *server, *(own_template if self.tokenizer is not None else ()))
         loaded = tuple(f"model.{key}" for key in ("dtype", "device", "autocast", "attention", "revision", "options"))
-        return (*always, *sampled, "rollout.rows_per_batch", *loaded, *own_template)
+        return (*always, *sampled, "rollout.rows_per_batch", "rollout.lockstep", *loaded, *own_template)
 
     @property
     def name(self) -> str:

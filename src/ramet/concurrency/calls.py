@@ -113,12 +113,26 @@ class Calls:
         self._call = call
         self._left: set[asyncio.Task[Any]] = set()
 
-    async def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Return what `function` returns, awaited where it is awaitable, or raise what it raises."""
+    async def __call__(
+        self, function: Callable[..., Any], *arguments: Any, made: Callable[[Any], Any] = lambda value: value
+    ) -> Any:
+        """Return what `function` returns, awaited where it is awaitable, or raise what it raises.
+
+        `made` is handed the value where and as soon as it is there, and returns what is returned: so nothing is lost
+        that comes when its caller is cancelled, or has given up.
+        """
+
+        def called() -> Any:
+            value = function(*arguments)
+            return value if inspect.isawaitable(value) else made(value)
+
+        async def awaited(value: Awaitable[Any]) -> Any:
+            return made(await value)
+
         if inspect.iscoroutinefunction(function):
-            return await self._attend(partial(function, *arguments))
-        value = await self._call(partial(function, *arguments))
-        return await self._attend(partial(_awaited, value)) if inspect.isawaitable(value) else value
+            return await self._attend(lambda: awaited(function(*arguments)))
+        value = await self._call(called)
+        return await self._attend(partial(awaited, value)) if inspect.isawaitable(value) else value
 
     async def _attend(self, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
         task = asyncio.ensure_future(without_exits(work))
@@ -144,7 +158,3 @@ class Calls:
 def _failed(error: GeneratorExit) -> RuntimeError:
     """Return what to raise in its place: in a coroutine it would say that the coroutine is being closed."""
     return RuntimeError(f"it raised {type(error).__name__}")
-
-
-async def _awaited(value: Awaitable[T]) -> T:
-    return await value

@@ -26,6 +26,7 @@ def contradictions(config: TrainConfig) -> Iterator[Contradiction]:
     yield from _of_the_loss(config.loss)
     yield from _of_the_updates(config)
     yield from _of_the_steps(config)
+    yield from _of_the_lockstep(config)
     yield from _of_the_staleness(config)
 
 
@@ -143,6 +144,14 @@ def _of_the_steps(config: TrainConfig) -> Iterator[Contradiction]:
             f"rollout.group_size = {config.rollout.group_size} teaches nothing: a rollout is compared with the others "
             "of its group, and alone its advantage is 0",
             "set rollout.group_size to 2 or more",
+        )
+
+
+def _of_the_lockstep(config: TrainConfig) -> Iterator[Contradiction]:
+    if config.rollout.lockstep and config.server is not None:
+        yield (
+            "rollout.lockstep is for a model in the process: a server completes rows as they come",
+            "leave [server] or rollout.lockstep out",
         )
 
 

@@ -150,6 +150,12 @@ class RolloutConfig(Section):
         gt=0,
         description="A score is given up after so long; absent: as episode_seconds, and never for a task of one turn.",
     )
+    lockstep: bool = Field(
+        default=False,
+        description="A model in the process completes a turn when all rows wait for it: the same seed gives the same "
+        "bits, and the slowest tool holds up all. false: each row goes on as soon as it can, and which rows are "
+        "completed together, on which the last digits depend, is a matter of time.",
+    )
     staleness: int = Field(
         default=0,
         ge=0,

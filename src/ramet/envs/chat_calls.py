@@ -17,16 +17,22 @@ THREADS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A function and what it is called with; `timed` is False for what keeps its own time, as tools do."""
+    """A function and what it is called with; `timed` is False for what keeps its own time, as tools do.
+
+    `made` is handed what comes of it as soon as that is there, whoever waits for it still, and returns what is
+    returned.
+    """
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     timed: bool = True
+    made: Callable[[Any], Any] = lambda value: value
 
     def __call__(self) -> Any:
         """Return what the function returns, or what it raises as a `Raised`: it costs its own row."""
         try:
-            return self.function(*self.arguments)
+            value = self.function(*self.arguments)
+            return value if inspect.isawaitable(value) else self.made(value)
         except FAILURES as error:
             return Raised(error)
 
@@ -54,16 +60,16 @@ class Caller:
         """Return one value for each of `works`, in order; None for none. What ends the program is raised."""
         if self._seconds is not None:
             return self._in_threads(list(works))
-        values: list[Any] = []
+        of, values = list(works), list[Any]()
         try:
-            values.extend(None if work is None else work() for work in works)
+            values.extend(None if work is None else work() for work in of)
         except BaseException:  # Ctrl-C: nobody will wait for the coroutines that are there
             for value in filter(inspect.iscoroutine, values):
                 value.close()
             raise
         pending = [number for number, value in enumerate(values) if inspect.isawaitable(value)]
         if pending:
-            found = self._gathered([settle(values[number]) for number in pending])
+            found = self._gathered([settle(_made(of[number], values[number])) for number in pending])
             for number, value in zip(pending, found, strict=True):
                 values[number] = value
         return values
@@ -95,7 +101,7 @@ class Caller:
         clock = asyncio.timeout(self._seconds if work.timed else None)
         try:
             async with clock:
-                return await calls(work.function, *work.arguments)
+                return await calls(work.function, *work.arguments, made=work.made)
         except BaseException as error:  # an exit as well: the others go on to their ends
             late = isinstance(error, TimeoutError) and clock.expired()
             return Raised(TimeoutError(f"it took longer than {self._seconds:g} s") if late else error)
@@ -111,3 +117,8 @@ class Caller:
         except BaseException:  # Ctrl-C: that loop may be busy, and is left to itself
             self._loop = None
             raise
+
+
+async def _made(work: Work | None, value: Awaitable[Any]) -> Any:
+    found = await value
+    return found if work is None else work.made(found)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import math
 import random
 from collections.abc import Mapping, Sequence
@@ -153,20 +152,18 @@ class Players:
             one.opening = opened[row] if self.talks.mode == "tokens" else ()
         if self.task.begin is None:
             return made, opened
-        values = self._call(Work(self._kept, (self.task.begin, own(one.row), one.rng)) for one in made.values())
+        begin = self.task.begin
+        values = self._call(Work(begin, (own(one.row), one.rng), made=self._kept) for one in made.values())
         for one, value in zip(made.values(), values, strict=True):
             if isinstance(value, Raised):
-                one.trouble = _failure("begin", value.error, self.task.begin)
+                one.trouble = _failure("begin", value.error, begin)
             else:
-                one.state = self._keep(value)
+                one.state = value
         return made, opened
 
-    def _kept(self, begin: Any, data: Row, rng: random.Random) -> Any:
-        """Call `begin`; what it returns is closed even where nobody waits for it any more."""
-        return self._keep(begin(data, rng))
-
-    def _keep(self, state: Any) -> Any:
-        if _closes(state) and not inspect.isawaitable(state):
+    def _kept(self, state: Any) -> Any:
+        """Note what `begin` returned: it is closed even where nobody waits for it any more."""
+        if _closes(state):
             self._open[id(state)] = state
         return state
 

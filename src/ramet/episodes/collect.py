@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 from ramet.concurrency import EventLoop, Here
-from ramet.episodes.gathered import Gathered
+from ramet.episodes.gathered import PATIENCE, Gathered
 from ramet.episodes.planting import into_forest
 from ramet.episodes.play import play
 from ramet.episodes.played import Played, Rules, Speech, Start
+from ramet.errors import ConfigError
 from ramet.forest import Forest
 from ramet.policies.policy import Policy
 from ramet.tasks.judge import Judge
@@ -46,6 +48,8 @@ def play_episodes(
     soon as it is over, in the thread of the loop: what it was told of is not lost to what comes later. Of those that an
     error of the policy ended, which is the end of all, it is not told.
 
+    Raises `ConfigError` for rules of lockstep with a policy that answers row by row.
+
     >>> from ramet.chat import PlainTemplate
     >>> from ramet.models.tiny import tiny_tokenizer
     >>> from ramet.policies.scripted import ScriptedPolicy
@@ -60,13 +64,18 @@ def play_episodes(
     >>> [message["content"] for message in episode.sample.messages], episode.outcome.score, episode.stop.value
     (['1+1=', '2', ' sure?', '2'], 1.0, 'eos')
     """
+    if rules.lockstep and isinstance(policy, Answers):
+        raise ConfigError(
+            f"lockstep is for a policy that completes batches: {type(policy).__name__} answers each row by itself",
+            hint="leave lockstep out",
+        )
     with contextlib.ExitStack() as opened:
         running = opened.enter_context(EventLoop("ramet episodes")) if loop is None else loop
 
         async def work(here: Here) -> list[Played]:
             if isinstance(policy, Answers):
                 return await play(task, starts, policy.answer, template, rules, judge=judge, ended=ended)
-            with Gathered(policy, start=here.start) as gathered:
+            with Gathered(policy, start=here.start, patience=math.inf if rules.lockstep else PATIENCE) as gathered:
                 gathered.expect(len(starts))
 
                 def tell(played: Played) -> None:
@@ -94,6 +103,7 @@ def collect_episodes(
     tool_seconds: float = 30.0,
     context: int | None = None,
     prompt_limit: int | None = None,
+    lockstep: bool = False,
     loop: EventLoop | None = None,
     forest: Forest | None = None,
 ) -> Forest:
@@ -110,6 +120,7 @@ def collect_episodes(
         tool_seconds=tool_seconds,
         context=context,
         prompt_limit=prompt_limit,
+        lockstep=lockstep,
     )
     forest = Forest() if forest is None else forest
     into_forest(play_episodes(task, policy, starts, template=template, rules=rules, judge=judge, loop=loop), forest)

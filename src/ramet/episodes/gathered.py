@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -29,9 +30,12 @@ class Gathered:
     """Let `policy` answer rows that ask one by one, in an event loop.
 
     Requests that wait go in together: at once when all rows wait that there are (`expect` and `leave` count them), else
-    when none came for `PATIENCE` seconds; while a batch is decoded the next one gathers. A completion is handed out as
+    when none came for `patience` seconds; while a batch is decoded the next one gathers. A completion is handed out as
     soon as its row ends, so that the row may go on while others are decoded. An error of the policy is that of every
     row in the batch.
+
+    Which rows go in together is then a matter of time, and numbers of a model depend on it in their last digits. With a
+    `patience` of infinity they go in when all wait, whatever each of them does in between.
 
     `policy.complete` runs by `start`, one batch at a time: in a thread of its own by default, which `close` ends. A
     row that gives up waiting is left out of the next batch.
@@ -102,7 +106,7 @@ class Gathered:
 
     def _set_timer(self) -> None:
         self._stop_timer()
-        if self._waiting and not self._busy:
+        if self._waiting and not self._busy and self._patience < math.inf:
             self._timer = asyncio.get_running_loop().call_later(self._patience, self._go)
 
     def _stop_timer(self) -> None:

@@ -46,9 +46,7 @@ class Keeper:
         self._over = False
 
     def keep(self, made: _T) -> _T:
-        """Hold `made` until `take`, or close it where that was called already; what is awaitable is not made yet."""
-        if inspect.isawaitable(made):
-            return made
+        """Hold `made` until `take`, or close it where that was called already."""
         with self._lock:
             over = self._over
             if not over:

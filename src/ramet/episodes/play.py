@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import inspect
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
@@ -206,11 +205,8 @@ class _OneEpisode:
 
     async def _begun(self, begin: Begin) -> Any:
         """Return what the episode has of its own, which is closed when it was judged."""
-        keep, arguments = self._keeper.keep, (own(self._start.row), self._episode.rng)
         try:
-            if inspect.iscoroutinefunction(begin):
-                return keep(await self._stage.call(begin, *arguments))
-            return keep(await self._stage.call(lambda: keep(begin(*arguments))))
+            return await self._stage.call(begin, own(self._start.row), self._episode.rng, made=self._keeper.keep)
         except SystemExit as error:
             raise left("begin", begin, error) from error
 

@@ -53,6 +53,10 @@ class Rules:
     before it is judged, its waiting for the model included; a call of a tool may take `tool_seconds`. `context` bounds
     the tokens that the model sees and writes, and `prompt_limit` those of the first prompt: nothing is ever cut to fit,
     the episode ends and says why. `seed` is that of all draws.
+
+    Each row goes on as soon as it can, so which rows a model in the process completes together depends on how long
+    tools and replies take, and the last digits of its numbers depend on that. With `lockstep` it completes a turn when
+    all rows that are still played wait for it: the same seed gives the same bits, and the slowest tool holds up all.
     """
 
     sampling: Sampling
@@ -62,6 +66,7 @@ class Rules:
     tool_seconds: float = 30.0
     context: int | None = None
     prompt_limit: int | None = None
+    lockstep: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_turns", "context", "prompt_limit"):
