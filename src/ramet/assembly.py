@@ -54,7 +54,14 @@ def refuse_parts(model: object, task: object, config: object) -> None:
 
 def task_of(section: TaskConfig, seed: int) -> Task:
     """Build the task that a section of the settings names; raise `ConfigError` where there is none."""
-    return build_task(**dict(section), seed=seed)
+    return build_task(
+        section.name,
+        section.options,
+        seed=seed,
+        prompts=section.prompts,
+        held_out=section.held_out,
+        reward=section.reward,
+    )
 
 
 def refuse_no_config(config: object) -> None:

@@ -68,7 +68,14 @@ def task_of(config: TrainConfig) -> Task:
 
 def task_with(section: TaskConfig, seed: int) -> Task:
     """Build the task of a section of the settings, with a seed of its own; refuse rows that are no mappings."""
-    task = build_task(**dict(section), seed=seed)
+    task = build_task(
+        section.name,
+        section.options,
+        seed=seed,
+        prompts=section.prompts,
+        held_out=section.held_out,
+        reward=section.reward,
+    )
     for half, rows in (("train", task.train), ("held_out", task.held_out)):
         for number, row in enumerate(rows):
             if not isinstance(row, Mapping):
