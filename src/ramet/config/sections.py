@@ -152,9 +152,9 @@ class RolloutConfig(Section):
     )
     lockstep: bool = Field(
         default=False,
-        description="A model in the process completes a turn when all rows wait for it: the same seed gives the same "
-        "bits, and the slowest tool holds up all. false: each row goes on as soon as it can, and which rows are "
-        "completed together, on which the last digits depend, is a matter of time.",
+        description="A model in the process completes a turn when all rows wait for it: on one machine the same seed "
+        "gives the same bits, and the slowest tool holds up all. false: each row goes on as soon as it can, and which "
+        "rows are completed together, on which the last digits depend, is a matter of time.",
     )
     staleness: int = Field(
         default=0,

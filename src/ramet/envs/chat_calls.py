@@ -36,6 +36,11 @@ class Work:
         except FAILURES as error:
             return Raised(error)
 
+    async def awaited(self, value: Awaitable[Any]) -> Any:
+        """Return what comes of an awaitable that the function returned, or what it raises as a `Raised`."""
+        found = await settle(value)
+        return found if isinstance(found, Raised) else self.made(found)
+
 
 class Caller:
     """Call functions for the rows of a batch, and return what they return, or what they raise as `Raised`.
@@ -60,16 +65,16 @@ class Caller:
         """Return one value for each of `works`, in order; None for none. What ends the program is raised."""
         if self._seconds is not None:
             return self._in_threads(list(works))
-        of, values = list(works), list[Any]()
+        works, values = list(works), list[Any]()
         try:
-            values.extend(None if work is None else work() for work in of)
+            values.extend(None if work is None else work() for work in works)
         except BaseException:  # Ctrl-C: nobody will wait for the coroutines that are there
             for value in filter(inspect.iscoroutine, values):
                 value.close()
             raise
-        pending = [number for number, value in enumerate(values) if inspect.isawaitable(value)]
+        pending = {number: work for number, work in enumerate(works) if work and inspect.isawaitable(values[number])}
         if pending:
-            found = self._gathered([settle(_made(of[number], values[number])) for number in pending])
+            found = self._gathered([work.awaited(values[number]) for number, work in pending.items()])
             for number, value in zip(pending, found, strict=True):
                 values[number] = value
         return values
@@ -117,8 +122,3 @@ class Caller:
         except BaseException:  # Ctrl-C: that loop may be busy, and is left to itself
             self._loop = None
             raise
-
-
-async def _made(work: Work | None, value: Awaitable[Any]) -> Any:
-    found = await value
-    return found if work is None else work.made(found)

@@ -56,7 +56,8 @@ class Rules:
 
     Each row goes on as soon as it can, so which rows a model in the process completes together depends on how long
     tools and replies take, and the last digits of its numbers depend on that. With `lockstep` it completes a turn when
-    all rows that are still played wait for it: the same seed gives the same bits, and the slowest tool holds up all.
+    all rows that are still played wait for it: on one machine the same seed gives the same bits, unless a time limit
+    ends something, and the slowest tool holds up all.
     """
 
     sampling: Sampling
