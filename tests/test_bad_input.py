@@ -152,7 +152,7 @@ BEFORE_ANYTHING: dict[str, tuple[Callable[[Path], object], type[RametError], str
     "no section for a model": (
         lambda f: Trainer.from_config(config(f)),
         ConfigError,
-        r"needs the sections \[model\] and \[task\]",
+        r"needs the sections \[model\] and \[task\]: there is no \[model\] and \[task\]",
     ),
 }
 

@@ -108,7 +108,11 @@ class Trainer:
         """Make the trainer that `config` describes, its model and its task included."""
         refuse_no_config(config)
         if config.model is None or config.task is None:
-            raise ConfigError("a run from a configuration needs the sections [model] and [task]")
+            missing = " and ".join(f"[{name}]" for name in ("model", "task") if getattr(config, name) is None)
+            raise ConfigError(
+                f"a run from a configuration needs the sections [model] and [task]: there is no {missing}",
+                hint=f"add {missing}, with a name: what they may be, `ramet settings` says at model.name and task.name",
+            )
         task = task_of(config.task, config.seed)
         refuse_parts(config.model.name, task, config)
         trainer = cls.__new__(cls)

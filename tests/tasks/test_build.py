@@ -32,6 +32,8 @@ def test_a_list_from_a_file_of_settings_is_an_option() -> None:
         ("sorting", {"length": 3}, ['did you mean "lengths"?']),
         ("reasoning-gym", {}, ["reasoning-gym:DATASET"]),
         ("reasoning-gyn:chain_sum", {}, ["reasoning-gyn:chain_sum", "reasoning-gym:DATASET"]),
+        ("reasoning_gym:chain_sum", {}, ["reasoning_gym:chain_sum", 'did you mean "reasoning-gym:chain_sum"?']),
+        ("TextArena:Chess-v0", {}, ['did you mean "textarena:Chess-v0"?']),
         ("textarena", {}, ["textarena:GAME"]),
         ("calculater", {}, ['did you mean "calculator"?']),
         ("file:x", {}, ['"file:x"']),

@@ -77,6 +77,9 @@ def build_task(
         builder = OF_PACKAGES[kind]
         own = {key: options.pop(key) for key in options_of(builder) if key in options}
         return builder(dataset, seed=seed, options=options, **own)
+    meant = kind.lower().replace("_", "-")
+    if meant in OF_PACKAGES and colon:  # as the packages are imported, or write themselves
+        raise ConfigError(f'no task is called "{name}"', hint=f'did you mean "{meant}:{dataset}"?')
     if colon and _NAMED.fullmatch(name):
         return _named(name, options, seed)
     if name.endswith(".py"):
