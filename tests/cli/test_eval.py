@@ -491,6 +491,7 @@ class Elsewhere(Served):
         self._send(self.status, self.body)
 
 
+@pytest.mark.parametrize("lists", [False, True])
 @pytest.mark.parametrize(
     ("status", "body", "hint"),
     [
@@ -501,9 +502,11 @@ class Elsewhere(Served):
     ],
 )
 def test_what_can_be_no_server_of_models_is_refused_before_anything_is_played(
-    status: int, body: Any, hint: str, at: Path, url: str, monkeypatch: pytest.MonkeyPatch
+    status: int, body: Any, hint: str, lists: bool, at: Path, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Served, "do_GET", Elsewhere.do_GET)
+    """Some that list their models to everybody answer those who have a key."""
+    if not lists:
+        monkeypatch.setattr(Served, "do_GET", Elsewhere.do_GET)
     monkeypatch.setattr(Served, "do_POST", Elsewhere.do_POST)
     monkeypatch.setattr(Served, "status", status, raising=False)
     monkeypatch.setattr(Served, "body", body, raising=False)

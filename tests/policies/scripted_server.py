@@ -14,7 +14,7 @@ from typing import Any
 
 MODEL = "served"
 CONTEXT = 64
-PROBE = {"logprobs": 2}
+PROBES = ({"logprobs": 2}, {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1})
 """What a health check asks for, and nothing else does."""
 
 
@@ -29,7 +29,8 @@ class Seen:
 
     @property
     def probe(self) -> bool:
-        return isinstance(self.body, dict) and PROBE.items() <= self.body.items()
+        body = self.body if isinstance(self.body, dict) else {}
+        return any(all(key in body and body[key] == value for key, value in probe.items()) for probe in PROBES)
 
 
 Script = Callable[[Seen, asyncio.StreamWriter], Awaitable[None]]

@@ -258,6 +258,22 @@ def test_words_are_sent_to_a_server_of_texts(texts: ScriptedServer) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*gives text and neither")
+@pytest.mark.parametrize("listed", [True, False])
+def test_a_bad_moment_of_a_server_that_lists_its_models_is_left_to_the_rows(
+    texts: ScriptedServer, listed: bool
+) -> None:
+    texts.checks["/v1/chat/completions"] = says({"error": "too busy"}, 503)
+    if not listed:
+        texts.always["/v1/models"] = says({"error": "no such page"}, 404)
+    policy = policy_for(texts, tokenizer=tiny_tokenizer())
+    if listed:
+        assert ask(policy).text == "four"
+        return
+    with pytest.raises(ServerError, match="too busy"):
+        ask(policy)
+
+
+@pytest.mark.filterwarnings("ignore:.*gives text and neither")
 class TestTexts:
     """What is made of texts."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -51,7 +51,7 @@ async def find_out(ask: Ask, model: str, api: Api, vocabulary: int | None = None
     """Ask a server what it serves, and let it sample some tokens; `ServerError` where it can not do what it must."""
     context, known = await _served(ask, model)
     if api == "text":
-        await _refuse_no_chat(ask, model, known)
+        await _refuse_no_chat(ask, model, listed=bool(known))
         return ServerFacts(False, "its text alone was asked for", context=context)
     sampling = Sampling(PROBED, top_k=1)
     body = {**tokens_body(model, [0, 1, 2, 3], sampling, 0, limit=PROBED), "logprobs": 2}
@@ -62,7 +62,7 @@ async def find_out(ask: Ask, model: str, api: Api, vocabulary: int | None = None
         if api == "tokens" or error.status not in UNKNOWN or served:
             hint = error.hint or 'use vLLM, or take the text alone with api="text"'
             raise ServerError(f"the server completes no token ids: {error.message}{served}", hint=hint) from error
-        await _refuse_no_chat(ask, model, known)
+        await _refuse_no_chat(ask, model, listed=bool(known))
         return ServerFacts(False, f"it completes no token ids ({error.message})", context=context)
     missing = has_tokens(answer)
     if missing and api == "tokens":
@@ -75,13 +75,12 @@ async def find_out(ask: Ask, model: str, api: Api, vocabulary: int | None = None
     return ServerFacts(True, "", is_processed(answer), context, label, precision, method)
 
 
-async def _refuse_no_chat(ask: Ask, model: str, known: Sequence[str]) -> None:
-    """Raise `ServerError` where what lists no models answers no messages either: it is no server of models.
+async def _refuse_no_chat(ask: Ask, model: str, *, listed: bool) -> None:
+    """Raise `ServerError` where messages are not answered, or not to this caller; who lists models may refuse them too.
 
-    What it says of this one message, that it is too short or asks for too little, is left to the rows themselves.
+    What is said of this one message, that it is too short or asks for too little, is left to the rows themselves; so is
+    what may be better at another time, of a server that has `listed` its models.
     """
-    if known:
-        return
     body = {"model": model, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1, "stream": False}
     try:
         answer = await ask("POST", "/v1/chat/completions", body)
@@ -91,6 +90,10 @@ async def _refuse_no_chat(ask: Ask, model: str, known: Sequence[str]) -> None:
             hint = error.hint or ADDRESS
             raise ServerError(f"this is no server of models for this caller: {said}", hint=hint) from error
         return
+    except TransientError:
+        if listed:
+            return
+        raise
     if not (isinstance(answer, dict) and isinstance(answer.get("choices"), list)):
         raise ServerError("this is no server of models: its answer to a message has no choices", hint=ADDRESS)
 
