@@ -14,9 +14,9 @@ from tests.test_trainer import assert_same, what_a_run_left
 from torch.nn import functional
 from transformers import LlamaForCausalLM
 
-from ramet.assembly import playing_of
+from ramet.assembly import playing_of, template_of
 from ramet.checkpoint import newest_checkpoint
-from ramet.config import TrainConfig, parse
+from ramet.config import RolloutConfig, TrainConfig, parse
 from ramet.errors import ConfigError
 from ramet.events import Event, WarmStartStep
 from ramet.metrics import read
@@ -207,3 +207,22 @@ def test_in_lockstep_the_same_seed_gives_the_same_bits_however_long_replies_take
     assert max(len(record["messages"]) for record in read(given.folder / "rollouts.jsonl")) > 3
     assert_same(left[1], left[0])
     assert_same(left[2], left[0])
+
+
+@pytest.mark.parametrize(
+    ("parts", "what"),
+    [
+        ({"reply": lambda episode: "?"}, "reply says"),
+        ({"tools": [double]}, "tools answer"),
+    ],
+)
+def test_a_run_warns_of_what_no_turn_is_left_to_read(
+    parts: dict[str, Any], what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    said = f"the task t has max_turns = 1: the model never reads what its {what}, for its only turn is over then"
+    rows = [{"prompt": "2+2="}]
+    settings = RolloutConfig(prompts_per_step=1, group_size=1, max_new_tokens=4)
+    for turns, warned in ((1, True), (2, False)):
+        caplog.clear()
+        template_of(Task("t", rows, [], exact_match, max_turns=turns, **parts), TOKENIZER, settings)
+        assert (said in [record.getMessage() for record in caplog.records]) is warned

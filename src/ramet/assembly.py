@@ -315,8 +315,8 @@ def playing_of(
 def template_of(task: Task, tokenizer: PreTrainedTokenizerBase, rollout: RolloutConfig) -> Speech:
     """Return how a task's conversations are written: as text where all its prompts are, else by the chat template.
 
-    Warns of tools that nothing tells the model of. Raises `DataError` for prompts of messages where the tokenizer has
-    no chat template.
+    Warns of tools that nothing tells the model of, and of replies that no turn is left to read. Raises `DataError` for
+    prompts of messages where the tokenizer has no chat template.
     """
     text = all(isinstance(row["prompt"], str) for row in (*task.train, *task.held_out))
     template: Speech = PlainTemplate(tokenizer) if text else ChatTemplate(tokenizer, rewrites=rollout.rewrites)
@@ -326,6 +326,12 @@ def template_of(task: Task, tokenizer: PreTrainedTokenizerBase, rollout: Rollout
             "nothing tells the model which tools the task %s has: %s. The prompt has to, unless the model knows",
             task.name,
             "its prompts are text" if text else "the chat template leaves them out",
+        )
+    if task.max_turns == 1 and (task.reply is not None or task.tools):
+        logging.getLogger(__name__).warning(
+            "the task %s has max_turns = 1: the model never reads what its %s, for its only turn is over then",
+            task.name,
+            "reply says" if task.reply is not None else "tools answer",
         )
     return template
 

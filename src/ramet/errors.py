@@ -86,6 +86,21 @@ class RunExists(RametError, RuntimeError):
     """The folder of a new run is already there."""
 
 
+def half_character(text: str) -> str:
+    r"""Say where a text holds half of a character, of which no tokenizer and no file knows anything; "" where none.
+
+    JSON may hold one, as an escape; it comes of text that was cut between the halves.
+
+    >>> half_character("2+2="), half_character("2\ud800=")
+    ('', "the lone surrogate '\\ud800' at character 1")
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"the lone surrogate {text[error.start]!r} at character {error.start}"
+    return ""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Say, for a hint, which known name was probably meant, and which ones there are.
 

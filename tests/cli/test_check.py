@@ -41,6 +41,14 @@ async def later(row):
 wrong = Task("wrong", ROWS[:8], ROWS[8:], right, answer=kind)
 late = Task("late", ROWS[:8], ROWS[8:], right, answer=later)
 mute = Task("mute", ROWS[:8], ROWS[8:], right)
+
+
+def says(sample):
+    print("judging")
+    return right(sample)
+
+
+loud = Task("loud", ROWS[:8], ROWS[8:], says, answer=answer)
 """
 
 
@@ -53,6 +61,12 @@ def tasks(tmp_path: Path) -> str:
 
 def check(*words: str) -> Result:
     return CliRunner().invoke(cli.main, ["check", *words], prog_name="ramet")
+
+
+def test_what_a_task_prints_is_no_part_of_what_was_asked_for(tasks: str) -> None:
+    done = check(f"{tasks}:loud", "--episodes", "4", "--json")
+    assert json.loads(done.stdout)["proved"]
+    assert set(done.stderr.split()) == {"judging"}
 
 
 def test_a_task_that_is_right_passes(tasks: str) -> None:

@@ -44,6 +44,11 @@ def by_member(sample):
     return float(sample.row["right"][sample.member])
 
 
+def says(sample):
+    print("judging")
+    return by_member(sample)
+
+
 def half_marks(sample):
     return 0.5 * by_member(sample)
 
@@ -88,6 +93,7 @@ async def hang(row, rng):
 
 
 members = Task("members", ROWS, ROWS, by_member, answer=words, chance=0.25)
+loud = Task("loud", ROWS, ROWS, says, answer=words)
 halves = Task("halves", ROWS, ROWS, half_marks, answer=words)
 mixed = Task("mixed", ROWS, ROWS, moody, answer=words)
 wide = Task("wide", ROWS, ROWS, lambda sample: 10.0 * sample.group - 5.0, answer=words)
@@ -138,6 +144,12 @@ def test_mean_and_pass_at_k_by_hand(at: Path) -> None:
     assert summary["pass_at_k"]["2"] == table(Interval(2 / 3, *wilson(2, 3)), 3)
     counts = ("problems", "rollouts", "abstained", "failed", "truncated", "chance", "samples")
     assert [summary[name] for name in counts] == [3, 6, 0, 0, 0, 0.25, 2]
+
+
+def test_what_a_task_prints_is_no_part_of_what_was_asked_for(at: Path) -> None:
+    done = reference("loud", "--samples", "2", "--json")
+    assert found(done)["rollouts"] == 6
+    assert done.stderr.split().count("judging") == 6
 
 
 def test_the_table_by_difficulty_is_in_the_order_of_the_numbers(at: Path) -> None:

@@ -29,6 +29,11 @@ def nonsense(sample):
     return "good"
 
 
+def says(sample):
+    print("judging")
+    return 1.0
+
+
 def fails(sample):
     raise KeyError("gone")
 """
@@ -104,6 +109,12 @@ def test_the_table_is_readable_and_names_the_file(folder: Path) -> None:
     assert lines[0].split("  ")[0] == "rollouts"
     assert " ".join(lines[2].split()) == "after, greedy 0.500 (0.095 to 0.905) 1.000 (0.342 to 1.000) 1 of 3"
     assert lines[-1] == f"rescored: {folder / 'rollouts-rescored.jsonl'}"
+
+
+def test_what_a_reward_prints_is_no_part_of_what_was_asked_for(folder: Path) -> None:
+    done = rescore(folder, "says", "--json")
+    assert json.loads(done.stdout)["reward"].endswith(":says")
+    assert done.stderr.count("judging") == sum(one["outcome"] == "scored" for one in RECORDS)
 
 
 def test_what_has_no_score_any_more_is_no_mean(folder: Path) -> None:

@@ -62,6 +62,28 @@ def test_a_begin_that_raises_ends_its_row_with_the_first_step() -> None:
     assert len(rows(found, HISTORY)[1]) == 1
 
 
+@pytest.mark.parametrize("mode", ["history", "text", "tokens"])
+def test_what_a_reply_does_to_the_messages_changes_nothing_that_is_judged(mode: Any) -> None:
+    judged: list[list[str]] = []
+
+    def reply(episode: Episode) -> str | None:
+        told = None if episode.turns == 2 else "more"
+        episode.messages[0]["content"] = "changed"
+        episode.messages.pop()
+        return told
+
+    def score(sample: Sample) -> float:
+        judged.append([message["content"] for message in sample.messages])
+        return float(sample.completion == "5")
+
+    env, td = begun(mode, task_of(reply, score=score), count=1)
+    first = rows(td, HISTORY)[0][0]["content"]
+    found = step(env, step(env, td, mode, "4"), mode, "5")
+    assert judged == [[first, "4", "more", "5"]]
+    assert [message["content"] for message in rows(found, HISTORY)[0]] == judged[0]
+    assert found["reward"].item() == 1.0
+
+
 def test_a_score_that_raises_costs_its_own_row() -> None:
     def score(sample: Sample) -> float:
         return 1 / (sample.completion != "2")

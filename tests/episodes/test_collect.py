@@ -351,9 +351,19 @@ def test_what_functions_change_in_a_row_lasts_for_their_call_alone() -> None:
     assert prompts.rows == [{"prompt": [{"role": "user", "content": "a"}], "deep": {"x": 0}}]
 
 
-def test_a_reply_that_fits_nowhere_costs_its_own_episode_and_is_not_tokenised() -> None:
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ("x" * (CHARACTERS + 1), ": expected at most 1000000 characters: found 1000001"),
+        (
+            "2\ud800",
+            ": expected text: found the lone surrogate '\\ud800' at character 1, half of a character that was cut",
+        ),
+    ],
+)
+def test_a_reply_that_fits_nowhere_costs_its_own_episode_and_is_not_tokenised(said: str, why: str) -> None:
     def reply(episode: Episode) -> str | None:
-        return "x" * (CHARACTERS + 1) if episode.row["long"] else None
+        return said if episode.row["long"] else None
 
     of = task(reply=reply)
     begun = [Start({"prompt": "a", "long": long}, g) for g, long in enumerate([True, False])]
@@ -361,7 +371,7 @@ def test_a_reply_that_fits_nowhere_costs_its_own_episode_and_is_not_tokenised() 
     assert first.outcome is not None
     assert first.outcome.kind is OutcomeKind.ERROR
     assert first.outcome.reason.startswith("reply: DataError: reply ")
-    assert first.outcome.reason.endswith(": expected at most 1000000 characters: found 1000001")
+    assert first.outcome.reason.endswith(why)
     assert sum(len(piece.tokens) for piece in first.pieces) < 10
     assert second.outcome is not None
     assert second.outcome.kind is OutcomeKind.SCORED

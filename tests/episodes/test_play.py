@@ -33,7 +33,7 @@ from ramet.errors import RewardError
 from ramet.tasks.replies import as_messages
 from ramet.tasks.task import rng_of
 from ramet.tools.toolbox import Toolbox
-from ramet.types import Completion, Episode, Kind, OutcomeKind, Request, Sampling, StopReason
+from ramet.types import Completion, Episode, Kind, Message, OutcomeKind, Request, Sampling, StopReason
 
 
 def _raise(error: Exception) -> NoReturn:
@@ -92,13 +92,22 @@ def test_a_reply_sees_the_episode_as_it_is() -> None:
     assert episode.sample.state == 5
 
 
-def test_what_a_reply_does_to_the_messages_changes_no_token() -> None:
+def _rewrites(messages: list[Message]) -> None:
+    for message in messages:
+        message["content"] = "changed"
+
+
+@pytest.mark.parametrize("change", [list.clear, list.pop, _rewrites, lambda found: found.append(dict(found[0]))])
+def test_what_a_reply_does_to_the_messages_changes_no_token_and_nothing_that_is_judged(
+    change: Callable[[list[Message]], None],
+) -> None:
     def reply(episode: Episode) -> str | None:
-        episode.messages.clear()
+        change(episode.messages)
         return "?" if episode.turns == 1 else None
 
     [episode] = played(task(reply=reply), script("a", "b"))
     assert episode.pieces[0].tokens == [1, *ids("go a"), EOS, *ids("?b"), EOS]
+    assert [message["content"] for message in episode.sample.messages] == ["go ", "a", "?", "b"]
 
 
 @pytest.mark.parametrize("kind", ["async", "object", "lambda"])

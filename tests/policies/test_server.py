@@ -514,6 +514,8 @@ def test_sync_forms_inside_a_loop_say_what_to_await(server: ScriptedServer) -> N
         ("http://host/v1?key=1", "expected http://HOST:PORT"),
         ("http://me:secret@host", "found a name and a password in it"),
         ("http://host:port", "expected http://HOST:PORT"),
+        ("http://host:70000", "a port from 1 to 65535, found 70000"),
+        ("http://host:0/v1", "a port from 1 to 65535, found 0"),
     ],
 )
 def test_what_is_no_url_is_refused(url: str, words: str) -> None:

@@ -73,6 +73,8 @@ def test_a_dataset_is_read_with_its_columns() -> None:
     [
         ([], ["list of prompts is empty"]),
         (["a", 3], ["row 1", "found int"]),
+        (["a", "2\ud800="], ["row 1", "the lone surrogate '\\ud800' at character 1"]),
+        ([[{"role": "user", "content": "\udc00"}]], ["row 0", "the lone surrogate '\\udc00' at character 0"]),
         ([{"question": "a"}], ["row 0", "the columns ['question']"]),
         ([{"prompt": None}], ["row 0", '"prompt" of type NoneType']),
         ([{"prompt": []}], ["row 0", '"prompt" of type list']),

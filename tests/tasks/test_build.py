@@ -96,12 +96,16 @@ def open_to_all(**options):
 
 def wrong():
     return ROWS
+
+def leaves():
+    raise SystemExit(0)
 """
 
 
 @pytest.fixture
 def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_tasks.py").write_text(MINE, encoding="utf-8")
+    (tmp_path / "script.py").write_text("import sys\n\nsys.exit(0)\n", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
 
@@ -125,6 +129,9 @@ def test_a_task_of_ones_own_is_named_by_its_file_or_module(where: str) -> None:
         ("my_tasks.py:made", {}, ['needs the option "label"', "task.options.label"]),
         ("my_tasks.py:made", {"label": "x", "seed": 1}, ['no option "seed"']),
         ("my_tasks.py:wrong", {}, ["must return a Task: found list"]),
+        ("my_tasks.py:leaves", {}, ["calling leaves failed with SystemExit: 0"]),
+        ("script.py:fixed", {}, ["script.py failed with SystemExit: 0"]),
+        ("script:fixed", {}, ["importing script failed with SystemExit: 0"]),
         ("my_tasks.py:ROWS", {}, ["must be a Task, or a function", "found list"]),
         ("my_tasks.py:fixd", {}, ['the task "my_tasks.py:fixd"', 'no function "fixd"']),
         ("your_tasks.py:fixed", {}, ["no file at", "your_tasks.py"]),

@@ -10,6 +10,7 @@ import click
 
 from ramet.checking import Limits, check_task
 from ramet.cli.asked import read_settings, task_with
+from ramet.cli.streams import prints_aside
 from ramet.viewer.text import visible
 
 
@@ -27,16 +28,17 @@ def run(
     config = read_settings(task_name, overrides, seed=seed)
     assert config.task is not None
     build = partial(task_with, config.task)
-    report = check_task(
-        build(seed),
-        episodes=episodes,
-        seed=seed,
-        full=full,
-        build=build,
-        episode_seconds=limits.episode_seconds,
-        tool_seconds=limits.tool_seconds,
-        score_seconds=limits.score_seconds,
-    )
+    with prints_aside():
+        report = check_task(
+            build(seed),
+            episodes=episodes,
+            seed=seed,
+            full=full,
+            build=build,
+            episode_seconds=limits.episode_seconds,
+            tool_seconds=limits.tool_seconds,
+            score_seconds=limits.score_seconds,
+        )
     if as_json:
         findings = [{"check": f.name, "passed": f.passed, "found": f.detail} for f in report.findings]
         verdict = {"task": report.task, "passed": report.passed, "proved": report.proved}

@@ -22,6 +22,7 @@ from ramet.cli.levels import column_of, in_order, level_of
 from ramet.cli.players import Player, Who, player_of
 from ramet.cli.reasons import reasons_of, tell
 from ramet.cli.stage import Left
+from ramet.cli.streams import prints_aside
 from ramet.cli.tables import print_table, shown
 from ramet.config import TrainConfig
 from ramet.errors import CheckpointError, ConfigError, DataError, RunExists, ServerGone
@@ -106,15 +107,18 @@ def run(
     if who.stand is None and who.server is None:
         given["rollout"]["rows_per_batch"] = ROWS_AT_ONCE
     config = read_settings(task_name, overrides, seed=measure.seed, keys=who.keys, given=given, options=OPTIONS)
-    task = task_of(config)
-    rows = rows_of(task, measure.split)[: measure.problems]
+    with prints_aside():
+        task = task_of(config)
+        rows = rows_of(task, measure.split)[: measure.problems]
     column = column_of(rows, measure.by)
     player = player_of(who, task, config, _temperature(measure))
     with contextlib.closing(player), termination_as_interrupt():
         folder = _new_folder(Path(runs), name, task.name)
         _write_settings(folder, _config_text(config, who, measure))
         began = time.monotonic()
-        records = _play(player, rows, measure, folder, score_limit(task, config.rollout))
+        # A person is asked on stdout, among whatever the functions of the task print.
+        with contextlib.nullcontext() if who.stand == "person" else prints_aside():
+            records = _play(player, rows, measure, folder, score_limit(task, config.rollout))
     if records is None:
         return 130
     levels = {} if column is None else {group: level_of(row, column) for group, row in enumerate(rows)}

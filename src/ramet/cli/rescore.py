@@ -13,6 +13,7 @@ import click
 
 from ramet import metrics
 from ramet.cli.reasons import reasons_of, tell
+from ramet.cli.streams import prints_aside
 from ramet.cli.tables import print_table, shown
 from ramet.errors import DataError
 from ramet.metrics import Interval, MetricsLog, clustered_mean, finite
@@ -42,7 +43,7 @@ def run(folder: Path, reward: str, out: Path | None, as_json: bool) -> int:
             raise DataError(f"{path}, rollout {number}: expected a number or null as its score, found {score!r}")
     for note in _what_is_missing(path, old):
         click.echo(visible(f"note: {note}"), err=True)
-    with contextlib.closing(Judge(load_reward(reward))) as judge:
+    with prints_aside(), contextlib.closing(Judge(load_reward(reward))) as judge:
         new = rescore(old, judge)
     written = _new_file(folder, out)
     with MetricsLog(written) as log:

@@ -17,6 +17,7 @@ from ramet.chat import ChatTemplate, Conversation, PlainTemplate, Template
 from ramet.chat.markers import Markers
 from ramet.chat.seams import Seams
 from ramet.chat.template import Rewrites, Schemas
+from ramet.tasks.copies import own
 from ramet.types import Episode, Message
 
 Moves: TypeAlias = "tuple[Moves, Any, tuple[Message, ...]] | None"
@@ -97,6 +98,7 @@ class Talk:
     def __init__(self, talks: Talks, prompt: Sequence[Message], template: Template | None) -> None:
         self._talks, self.turns = talks, 0
         self._messages = list(prompt)
+        self._lent: list[Message] = []
         self._talk = None if template is None else Conversation(template, prompt, talks.schemas)
         self._seen = (0, 0)
 
@@ -104,6 +106,11 @@ class Talk:
     def messages(self) -> list[Message]:
         """All messages so far."""
         return self._messages if self._talk is None else self._talk.messages
+
+    def lent(self) -> list[Message]:
+        """Return copies of all messages so far, each made once: what a task's functions do to them changes no other."""
+        self._lent.extend(map(_copied, self.messages[len(self._lent) :]))
+        return list(self._lent)
 
     @property
     def opening(self) -> list[int]:
@@ -201,6 +208,11 @@ class Talks:
     def sampled(self, answers: Sequence[Any]) -> tuple[int, ...]:
         """Return all tokens of the answers; none where there are no tokens."""
         return tuple(token for one in answers for token in one) if self.mode == "tokens" else ()
+
+
+def _copied(message: Message) -> Message:
+    flat = all(type(value) is str for value in message.values())
+    return {**message} if flat else own(message)
 
 
 class Characters:

@@ -6,7 +6,7 @@ import copy
 import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -52,8 +52,9 @@ class Limits:
 class Turn:
     """A turn of the model while it is taken, and what came of it.
 
-    `stop` is why the policy says that it stopped, None where it does not say. `added` is what stands behind the prompt
-    by now, `whole` the new row where a template wrote it anew.
+    `stop` is why the policy says that it stopped, None where it does not say. `spoken` are all messages up to the
+    model's, whatever the task's functions do to those of `episode`. `added` is what stands behind the prompt by now,
+    `whole` the new row where a template wrote it anew.
     """
 
     before: Standing
@@ -61,6 +62,7 @@ class Turn:
     stop: StopReason | None = None
     talk: Talk | None = None
     episode: Episode | None = None
+    spoken: list[Message] = field(default_factory=list)
     known: int = 0
     value: Any = None
     replies: Sequence[Message] | None = None
@@ -84,7 +86,7 @@ class Turn:
     @property
     def messages(self) -> list[Message]:
         """What the model said and what came back."""
-        said = [] if self.episode is None else self.episode.messages[self.known :]
+        said = self.spoken[self.known :]
         return [*said, *(self.replies or ())]
 
 
@@ -234,7 +236,8 @@ class Players:
         if not turn.untaken:
             talk.take(turn.said, turn.cut)
             turn.added, turn.whole = talk.news()
-        turn.episode = Episode(own(before.row), list(talk.messages), rng, state, before.turns + (not turn.untaken))
+        turn.spoken = list(talk.messages)
+        turn.episode = Episode(own(before.row), talk.lent(), rng, state, before.turns + (not turn.untaken))
 
     def _asked(self, turn: Turn) -> Work | None:
         """Return what answers a turn: the tools, or else the reply."""
@@ -246,7 +249,7 @@ class Players:
 
     def _calls(self, turn: Turn) -> Any:
         """Return the calls of tools in a turn."""
-        said = None if turn.episode is None or not turn.episode.messages else turn.episode.messages[-1]
+        said = turn.spoken[-1] if turn.spoken else None
         return said.get("tool_calls") if said and self._toolbox is not None else None
 
     def _answer(self, turn: Turn) -> None:
@@ -284,14 +287,14 @@ class Players:
         ended = StopReason.EOS if self.talks.ended(turn.said) else StopReason.STOP
         return Sample(
             prompt=before.row["prompt"],
-            completion=self.talks.completion(words[-1], episode) if words else "",
+            completion=self.talks.completion(words[-1], replace(episode, messages=turn.spoken)) if words else "",
             prompt_tokens=tuple(before.opening),
             completion_tokens=self.talks.sampled(words),
             row=before.row,
             stop=StopReason.TURNS if turn.truncated and not turn.cut else turn.stop or ended,
             group=before.group,
             member=before.member,
-            messages=(*episode.messages, *(turn.replies or ())),
+            messages=(*turn.spoken, *(turn.replies or ())),
             state=episode.state,
         )
 

@@ -138,6 +138,9 @@ class _OneEpisode:
         self._last: Completion | None = None
         self._keeper = Keeper()
         self._episode = Episode(own(start.row), [], rng_of(stage.rules.seed, start.prompt_index))
+        self._messages: list[
+            Message
+        ] = []  # what was said; those of `_episode` are the task's, whatever it does to them
         self._doing = "the prompt"
 
     async def play(self) -> Played:
@@ -180,7 +183,7 @@ class _OneEpisode:
     async def _turns(self) -> StopReason:
         stage, episode = self._stage, self._episode
         self._talk = talk = self._opened()
-        episode.messages.extend(own(talk.messages))  # the members of a group begin with the same ones
+        self._say(talk.messages)  # the members of a group begin with the same ones
         if stage.task.begin is not None:
             self._doing = "begin"
             episode.state = await self._begun(stage.task.begin)
@@ -197,7 +200,7 @@ class _OneEpisode:
             replies = await self._replies(message)
             if replies is None:
                 return completion.stop
-            episode.messages.extend(own(replies))
+            self._say(replies)
             if turn + 1 < stage.max_turns:
                 self._doing = "the messages of the reply"
                 talk.reply(replies)
@@ -282,8 +285,13 @@ class _OneEpisode:
         )
         self._last = completion
         self._episode.turns += 1
-        self._episode.messages.append(own(message))
+        self._say([message])
         return message
+
+    def _say(self, messages: Sequence[Message]) -> None:
+        """Write down what was said, once for the sample and once for the functions of the task."""
+        self._messages.extend(own(list(messages)))
+        self._episode.messages.extend(own(list(messages)))
 
     def _ended(self, completion: Completion) -> bool:
         """Say whether the last token ended the turn and is no part of what was said.
@@ -333,7 +341,7 @@ class _OneEpisode:
             stop=stop,
             group=self._start.group,
             member=self._start.member,
-            messages=tuple(self._episode.messages),
+            messages=tuple(self._messages),
             state=self._episode.state,
         )
 

@@ -142,6 +142,8 @@ def clean_url(url: str) -> str:
         hint = "give a key as api_key" if parsed.userinfo else None
         shown = "a name and a password in it" if parsed.userinfo else repr(url)
         raise ConfigError(f"the url of a server: expected http://HOST:PORT or https://HOST, found {shown}", hint=hint)
+    if parsed.port is not None and not 0 < parsed.port < 2**16:
+        raise ConfigError(f"the url of a server: expected a port from 1 to 65535, found {parsed.port} in {url!r}")
     return url.rstrip("/")
 
 

@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from ramet.errors import ConfigError, DataError, PromptTooLong
+from ramet.errors import ConfigError, DataError, PromptTooLong, half_character
 from ramet.prompts.order import row_at
 from ramet.ragged import Ragged
 from ramet.types import Key, Prompt
@@ -45,6 +45,13 @@ def read_rows(source: str | Path | Iterable[Any]) -> list[Row]:
     name = str(source) if path else f"the {type(source).__name__} of prompts"
     items = _read_jsonl(Path(source)) if isinstance(source, (str, Path)) else source
     rows = [_as_row(item, number, name) for number, item in enumerate(items)]
+    for number, row in enumerate(rows):
+        half = half_character(row["prompt"]) if isinstance(row["prompt"], str) else _half_of(row["prompt"])
+        if half:
+            raise DataError(
+                f"row {number} of {name}: its prompt is no text: it holds {half}",
+                hint="it comes of text that was cut inside a character: mend or leave out what wrote it",
+            )
     if not rows:
         raise DataError(
             f"{name} is empty: expected at least one prompt", hint="check the path, the split or the filter"
@@ -89,6 +96,11 @@ def _as_row(item: Any, number: int, source: str) -> Row:
 
 def _are_messages(item: Any) -> bool:
     return isinstance(item, Sequence) and bool(item) and all(isinstance(m, Mapping) and "role" in m for m in item)
+
+
+def _half_of(messages: Sequence[Mapping[str, Any]]) -> str:
+    texts = (message.get("content") for message in messages)
+    return next(filter(None, (half_character(text) for text in texts if isinstance(text, str))), "")
 
 
 def refuse_shared(train: Sequence[Row], held_out: Sequence[Row]) -> None:

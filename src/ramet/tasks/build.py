@@ -114,7 +114,7 @@ def _named(name: str, options: Mapping[str, Any], seed: int) -> Task:
         made = found(**given)
     except RametError:
         raise
-    except Exception as error:  # a function of the user's may raise anything
+    except (Exception, SystemExit) as error:  # a function of the user's may raise anything
         raise ConfigError(
             f'the task "{name}": calling {name.rpartition(":")[2]} failed with {type(error).__name__}: {error}',
             hint="--traceback shows where",

@@ -37,7 +37,7 @@ def load(name: str, what: str) -> Any:
 def _import(where: str, name: str, what: str) -> ModuleType:
     try:
         return importlib.import_module(where)
-    except Exception as error:  # a module of the user's may raise anything while it is imported
+    except (Exception, SystemExit) as error:  # a module of the user's may raise anything while it is imported
         raise ConfigError(
             f'the {what} "{name}": importing {where} failed with {type(error).__name__}: {error}',
             hint="install it, put its folder into PYTHONPATH, or give the path of a .py file",
@@ -57,7 +57,7 @@ def _run_file(path: Path, name: str, what: str) -> ModuleType:
     sys.modules[module_name] = module  # dataclasses and pickle look their module up there
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # as above
+    except (Exception, SystemExit) as error:  # as above
         del sys.modules[module_name]
         if isinstance(error, RametError):  # a task that is none says what is wrong with it, and what to do
             raise ConfigError(f'the {what} "{name}": running {path}: {error.message}', hint=error.hint) from error

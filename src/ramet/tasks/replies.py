@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ramet.errors import DataError, RametError
+from ramet.errors import DataError, RametError, half_character
 from ramet.tasks.verdicts import NO_EXIT, exit_call, name_of
 from ramet.types import Message
 
@@ -27,7 +27,7 @@ def left(what: str, function: Any, error: SystemExit) -> WrongReply:
 def as_messages(value: Any, name: str) -> list[Message] | None:
     """Return what `reply` (called `name`) said as messages: text is the user's; None stays None.
 
-    Raises `WrongReply` for what is no reply, and `DataError` for one of more than `CHARACTERS`.
+    Raises `WrongReply` for what is no reply, and `DataError` for one of more than `CHARACTERS` or with half of one.
 
     >>> as_messages("no: higher", "reply")
     [{'role': 'user', 'content': 'no: higher'}]
@@ -53,15 +53,19 @@ def _is_message(value: Any) -> bool:
 
 
 def _bounded(messages: list[Message], name: str) -> list[Message]:
-    count = sum(_characters(message.get("content")) for message in messages)
+    texts = [text for message in messages for text in _texts(message.get("content"))]
+    count = sum(map(len, texts))
     if count > CHARACTERS:
         raise DataError(f"reply {name}: expected at most {CHARACTERS} characters: found {count}")
+    half = next(filter(None, map(half_character, texts)), "")
+    if half:
+        raise DataError(f"reply {name}: expected text: found {half}, half of a character that was cut")
     return messages
 
 
-def _characters(content: Any) -> int:
+def _texts(content: Any) -> list[str]:
     if isinstance(content, str):
-        return len(content)
+        return [content]
     parts = content if isinstance(content, Sequence) else ()
     texts = [part.get("text") for part in parts if isinstance(part, Mapping)]
-    return sum(len(text) for text in texts if isinstance(text, str))
+    return [text for text in texts if isinstance(text, str)]
