@@ -6,6 +6,7 @@ import asyncio
 import os
 import sys
 
+from mcp import MCPError
 from mcp.server.mcpserver import MCPServer
 
 server = MCPServer("test")
@@ -21,6 +22,12 @@ def add(a: int, b: int) -> int:
 def fail() -> str:
     """Fail."""
     raise ValueError("on purpose")
+
+
+@server.tool()
+def number(code: int) -> str:
+    """Fail with a number of the protocol's."""
+    raise MCPError(code, "on purpose")
 
 
 @server.tool()

@@ -55,6 +55,23 @@ def test_its_tools_are_tools_from_any_event_loop() -> None:
     server.close()
 
 
+@pytest.mark.parametrize("code", [-32000, -32001, -32603])
+def test_an_error_of_any_number_costs_its_own_call_and_the_program_goes_on(code: int) -> None:
+    """The first is the number that the package itself gives to a connection that closed."""
+
+    async def main() -> None:
+        async with MCPServer(sys.executable, [PROGRAM], timeout=60) as server:
+            box = Toolbox(server.tools(), timeout=60)
+            before = children()
+            calls = [ToolCall("number", {"code": code}), ToolCall("add", {"a": 1, "b": 2})]
+            said = [message["content"] for message in await box.run(calls, EPISODE)]
+            assert said == ["error: on purpose", "3"]
+            assert children() == before
+            box.close()
+
+    asyncio.run(main())
+
+
 def test_a_server_that_dies_or_hangs_costs_the_calls_alone() -> None:
     async def main() -> None:
         async with MCPServer(sys.executable, [PROGRAM], timeout=60) as server:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 _PAGES = 100
+CLOSED = "Connection closed"
+"""What the package says of a connection that has ended."""
 
 
 class MCPServer:
@@ -177,7 +179,8 @@ class _Line:
         try:
             result = await client.call_tool(name, dict(arguments))
         except _imported().MCPError as error:
-            if error.code != CONNECTION_CLOSED:
+            # A program may use this number for errors of its own; the words are the package's.
+            if error.code != CONNECTION_CLOSED or str(error) != CLOSED:
                 raise ToolError(str(error)) from error
             visit.leave.set()
             raise ToolError(f"the server of {name} has ended") from error
