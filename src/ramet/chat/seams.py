@@ -59,8 +59,8 @@ class History:
         return History(self.prompt, self.older | {self.recent[0]}, (*self.recent[1:], one), self.rewritten)
 
     def written_anew(self) -> History:
-        """Return the same history where a template has rewritten it."""
-        return History(self.prompt, self.older.union(self.recent), (), True)
+        """Return the same history where a template has rewritten it; the order of the last rounds still tells."""
+        return History(self.prompt, self.older, self.recent, True)
 
 
 @dataclass(slots=True)
